@@ -41,9 +41,9 @@ MATCHER_P2(StatusIs, code, message_matcher,
 
 }  // namespace trainer_lora::testutil
 
-#define LORA_ASSERT_OK_AND_ASSIGN(declaration, expression) \
-  LORA_ASSERT_OK_AND_ASSIGN_IMPL_(                         \
-      LORA_TEST_CONCAT_(lora_result_, __LINE__), declaration, expression)
+#define LORA_ASSERT_OK_AND_ASSIGN(declaration, expression)                   \
+  LORA_ASSERT_OK_AND_ASSIGN_IMPL_(LORA_TEST_CONCAT_(lora_result_, __LINE__), \
+                                  declaration, expression)
 #define LORA_ASSERT_OK_AND_ASSIGN_IMPL_(result, declaration, expression) \
   auto result = (expression);                                            \
   ASSERT_TRUE(result.ok()) << result.status();                           \

@@ -1,0 +1,364 @@
+#include "lora/adapter_file.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "absl/types/span.h"
+#include "c10/core/GradMode.h"
+#include "config/internal/status_macros.h"
+#include "distributed/checkpoint/safetensors_file.h"
+#include "distributed/checkpoint/torch_dtype.h"
+#include "lora/layer_replacement.h"
+#include "nlohmann/json.hpp"
+#include "re2/re2.h"
+#include "torch/nn/module.h"
+
+namespace trainer_lora::lora {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+constexpr char kTensorFile[] = "adapter_model.safetensors";
+constexpr char kConfigFile[] = "adapter_config.json";
+
+// A factor and its key in PEFT's file.
+struct Factor {
+  std::string key;
+  at::Tensor tensor;
+};
+
+// The adapters of a model, which share one LoRA rank and alpha.
+struct Adapters {
+  int64_t rank = 0;
+  double alpha = 0;
+  std::vector<std::string> layer_names;
+  std::vector<Factor> factors;
+};
+
+absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model) {
+  Adapters adapters;
+  for (const auto& [name, layer] : LoraLayers(model)) {
+    if (!layer->is_adapted()) continue;
+    if (adapters.layer_names.empty()) {
+      adapters.rank = layer->lora_rank();
+      adapters.alpha = layer->lora_alpha();
+    } else if (layer->lora_rank() != adapters.rank ||
+               layer->lora_alpha() != adapters.alpha) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          name, " has LoRA rank ", layer->lora_rank(), " and alpha ",
+          layer->lora_alpha(), ", but ", adapters.layer_names.front(), " has ",
+          adapters.rank, " and ", adapters.alpha,
+          ": an adapter folder holds one of each"));
+    }
+    for (const auto& [suffix, tensor] :
+         {std::make_pair("lora_A", layer->lora_A()),
+          std::make_pair("lora_B", layer->lora_B())}) {
+      if (!tensor.defined() || tensor.is_meta()) {
+        return absl::FailedPreconditionError(
+            absl::StrCat(name, ".", suffix,
+                         " has no values yet: load the base "
+                         "weights first"));
+      }
+      adapters.factors.push_back(
+          {absl::StrCat("base_model.model.", name, ".", suffix, ".weight"),
+           tensor});
+    }
+    adapters.layer_names.push_back(name);
+  }
+  if (adapters.layer_names.empty()) {
+    return absl::FailedPreconditionError(
+        "the model has no LoRA adapter: call EnableLoraTraining first");
+  }
+  return adapters;
+}
+
+// PEFT matches a list of names as suffixes, and would adapt `b.a.q` for `a.q`;
+// a string is a regular expression for the full name.
+std::string ExactTargetPattern(const std::vector<std::string>& layer_names) {
+  std::vector<std::string> quoted;
+  quoted.reserve(layer_names.size());
+  for (const std::string& name : layer_names) {
+    quoted.push_back(RE2::QuoteMeta(name));
+  }
+  return absl::StrJoin(quoted, "|");
+}
+
+Json StringOrNull(const std::string& text) {
+  return text.empty() ? Json(nullptr) : Json(text);
+}
+
+std::string ConfigText(const Adapters& adapters,
+                       const SaveAdapterOptions& options) {
+  Json config;
+  config["peft_type"] = "LORA";
+  config["task_type"] = StringOrNull(options.task_type);
+  config["base_model_name_or_path"] =
+      StringOrNull(options.base_model_name_or_path);
+  config["inference_mode"] = true;
+  config["r"] = adapters.rank;
+  // PEFT's own type is an integer; a fraction works all the same.
+  if (adapters.alpha == std::floor(adapters.alpha) && adapters.alpha < 1e15) {
+    config["lora_alpha"] = static_cast<int64_t>(adapters.alpha);
+  } else {
+    config["lora_alpha"] = adapters.alpha;
+  }
+  config["target_modules"] = ExactTargetPattern(adapters.layer_names);
+  config["lora_dropout"] = 0.0;
+  config["bias"] = "none";
+  config["fan_in_fan_out"] = false;
+  config["init_lora_weights"] = true;
+  config["modules_to_save"] = nullptr;
+  config["rank_pattern"] = Json::object();
+  config["alpha_pattern"] = Json::object();
+  config["use_dora"] = false;
+  config["use_rslora"] = false;
+  return config.dump(2) + "\n";
+}
+
+absl::Status ErrnoStatus(const std::string& what) {
+  const std::error_code error(errno, std::generic_category());
+  const std::string message = absl::StrCat(what, ": ", error.message());
+  return error.value() == ENOSPC || error.value() == EDQUOT
+             ? absl::ResourceExhaustedError(message)
+             : absl::UnavailableError(message);
+}
+
+absl::Status WriteTensors(const Adapters& adapters, const std::string& path) {
+  std::vector<at::Tensor> on_cpu;  // keeps the data of the views alive
+  std::vector<distributed::TensorView> views;
+  for (const Factor& factor : adapters.factors) {
+    on_cpu.push_back(factor.tensor.detach().to(at::kCPU).contiguous());
+    const at::Tensor& tensor = on_cpu.back();
+    const auto dtype = distributed::ToTensorDtype(tensor.scalar_type());
+    if (!dtype.has_value()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          factor.key, " is of type ", c10::toString(tensor.scalar_type()),
+          ", which the file format does not have"));
+    }
+    views.push_back(
+        {factor.key, *dtype, tensor.sizes().vec(), tensor.const_data_ptr()});
+  }
+  return distributed::WriteSafetensors(path, views, {{"format", "pt"}});
+}
+
+absl::Status WriteText(const std::string& path, const std::string& text) {
+  std::FILE* file = std::fopen(path.c_str(), "we");
+  if (file == nullptr) return ErrnoStatus(path);
+  const bool written =
+      std::fwrite(text.data(), 1, text.size(), file) == text.size() &&
+      std::fflush(file) == 0 && fsync(fileno(file)) == 0;
+  const absl::Status status = written ? absl::OkStatus() : ErrnoStatus(path);
+  if (std::fclose(file) != 0 && status.ok()) return ErrnoStatus(path);
+  return status;
+}
+
+// A folder that is removed again unless it was renamed into its place.
+class FolderWrittenAside {
+ public:
+  static absl::StatusOr<FolderWrittenAside> Create(const std::string& target) {
+    std::string path = target + ".tmp.XXXXXX";
+    if (mkdtemp(path.data()) == nullptr) {
+      return ErrnoStatus(absl::StrCat("cannot make a folder beside ", target));
+    }
+    return FolderWrittenAside(std::move(path));
+  }
+
+  FolderWrittenAside(FolderWrittenAside&& other) noexcept
+      : path_(std::exchange(other.path_, {})) {}
+  FolderWrittenAside& operator=(FolderWrittenAside&&) = delete;
+  ~FolderWrittenAside() {
+    std::error_code ignored;
+    if (!path_.empty()) fs::remove_all(path_, ignored);
+  }
+
+  const std::string& path() const { return path_; }
+
+  absl::Status RenameTo(const std::string& target) {
+    // mkdtemp made it for the owner alone.
+    std::error_code ignored;
+    fs::permissions(path_,
+                    fs::perms::group_read | fs::perms::group_exec |
+                        fs::perms::others_read | fs::perms::others_exec,
+                    fs::perm_options::add, ignored);
+    LORA_RETURN_IF_ERROR(Sync(path_));
+    // Fails where another process has put a file or a full folder meanwhile.
+    if (std::rename(path_.c_str(), target.c_str()) != 0) {
+      return ErrnoStatus(absl::StrCat("cannot rename ", path_, " to ", target));
+    }
+    path_.clear();
+    const std::string parent = fs::path(target).parent_path().string();
+    return Sync(parent.empty() ? "." : parent);
+  }
+
+ private:
+  explicit FolderWrittenAside(std::string path) : path_(std::move(path)) {}
+
+  static absl::Status Sync(const std::string& folder) {
+    const int descriptor =
+        open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (descriptor < 0) return ErrnoStatus(folder);
+    const bool synced = fsync(descriptor) == 0;
+    const absl::Status status = synced ? absl::OkStatus() : ErrnoStatus(folder);
+    close(descriptor);
+    return status;
+  }
+
+  std::string path_;
+};
+
+absl::StatusOr<Json> ReadConfig(const std::string& path) {
+  std::ifstream file(path);
+  if (!file) return absl::NotFoundError(absl::StrCat(path, ": no such file"));
+  try {
+    Json config = Json::parse(file);
+    if (!config.is_object()) {
+      return absl::DataLossError(absl::StrCat(path, ": not a JSON object"));
+    }
+    return config;
+  } catch (const Json::exception& error) {
+    return absl::DataLossError(absl::StrCat(path, ": ", error.what()));
+  }
+}
+
+absl::Status CheckConfig(const Json& config, const Adapters& adapters,
+                         const std::string& path) {
+  const auto is = [&config](const char* key, const Json& value) {
+    return config.contains(key) && config[key] == value;
+  };
+  if (!is("peft_type", "LORA")) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path, ": peft_type is not LORA"));
+  }
+  for (const char* variant : {"use_dora", "use_rslora", "use_qalora"}) {
+    if (is(variant, true)) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(path, ": ", variant, " is not supported"));
+    }
+  }
+  for (const char* pattern : {"rank_pattern", "alpha_pattern"}) {
+    if (config.contains(pattern) && !config[pattern].empty()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(path, ": a ", pattern, " is not supported"));
+    }
+  }
+  if (!config.contains("r") || !config["r"].is_number_integer() ||
+      !config.contains("lora_alpha") || !config["lora_alpha"].is_number()) {
+    return absl::DataLossError(
+        absl::StrCat(path, ": r and lora_alpha must be numbers"));
+  }
+  const int64_t rank = config["r"].get<int64_t>();
+  const double alpha = config["lora_alpha"].get<double>();
+  if (rank != adapters.rank || alpha != adapters.alpha) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path, ": the adapter was saved with rank ", rank,
+                     " and alpha ", alpha, ", the model was enabled with rank ",
+                     adapters.rank, " and alpha ", adapters.alpha));
+  }
+  return absl::OkStatus();
+}
+
+// Compares the tensors of a file with the model's; all differences in one
+// error.
+absl::Status CheckTensors(const distributed::SafetensorsFile& file,
+                          const Adapters& adapters) {
+  std::vector<std::string> problems;
+  std::set<std::string> expected;
+  for (const Factor& factor : adapters.factors) {
+    expected.insert(factor.key);
+    const distributed::TensorInfo* info = file.Find(factor.key);
+    if (info == nullptr) {
+      problems.push_back(absl::StrCat("missing: ", factor.key));
+    } else if (factor.tensor.sizes() != at::IntArrayRef(info->shape)) {
+      problems.push_back(absl::StrCat(
+          "of shape [", absl::StrJoin(info->shape, ", "), "] instead of [",
+          absl::StrJoin(factor.tensor.sizes(), ", "), "]: ", factor.key));
+    } else if (!at::isFloatingType(distributed::ToScalarType(info->dtype))) {
+      problems.push_back(absl::StrCat(
+          "of type ", std::string(distributed::TensorDtypeName(info->dtype)),
+          ": ", factor.key));
+    }
+  }
+  for (const distributed::TensorInfo& info : file.tensors()) {
+    if (expected.count(info.name) == 0) {
+      problems.push_back(absl::StrCat("unexpected: ", info.name));
+    }
+  }
+  if (problems.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(file.path(), " does not fit the adapters of the model:\n  ",
+                   absl::StrJoin(problems, "\n  ")));
+}
+
+absl::StatusOr<std::vector<at::Tensor>> ReadTensors(
+    const distributed::SafetensorsFile& file, const Adapters& adapters) {
+  std::vector<at::Tensor> tensors;
+  for (const Factor& factor : adapters.factors) {
+    const distributed::TensorInfo& info = *file.Find(factor.key);
+    at::Tensor tensor =
+        at::empty(info.shape, distributed::ToScalarType(info.dtype));
+    LORA_RETURN_IF_ERROR(
+        file.Read(info, 0,
+                  absl::MakeSpan(static_cast<char*>(tensor.mutable_data_ptr()),
+                                 info.byte_size)));
+    tensors.push_back(std::move(tensor));
+  }
+  return tensors;
+}
+
+}  // namespace
+
+absl::Status SaveAdapter(const torch::nn::Module& model,
+                         const std::string& folder,
+                         const SaveAdapterOptions& options) {
+  LORA_ASSIGN_OR_RETURN(const Adapters adapters, CollectAdapters(model));
+  const std::string target(absl::StripSuffix(folder, "/"));
+  std::error_code error;
+  if (target.empty() || fs::exists(fs::symlink_status(target, error))) {
+    return absl::AlreadyExistsError(
+        absl::StrCat(folder, " exists: choose another folder for the adapter"));
+  }
+  LORA_ASSIGN_OR_RETURN(FolderWrittenAside aside,
+                        FolderWrittenAside::Create(target));
+  LORA_RETURN_IF_ERROR(
+      WriteTensors(adapters, absl::StrCat(aside.path(), "/", kTensorFile)));
+  LORA_RETURN_IF_ERROR(WriteText(absl::StrCat(aside.path(), "/", kConfigFile),
+                                 ConfigText(adapters, options)));
+  return aside.RenameTo(target);
+}
+
+absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder) {
+  LORA_ASSIGN_OR_RETURN(const Adapters adapters, CollectAdapters(model));
+  const std::string config_path = absl::StrCat(folder, "/", kConfigFile);
+  LORA_ASSIGN_OR_RETURN(const Json config, ReadConfig(config_path));
+  LORA_RETURN_IF_ERROR(CheckConfig(config, adapters, config_path));
+  LORA_ASSIGN_OR_RETURN(const distributed::SafetensorsFile file,
+                        distributed::SafetensorsFile::Open(
+                            absl::StrCat(folder, "/", kTensorFile)));
+  LORA_RETURN_IF_ERROR(CheckTensors(file, adapters));
+  LORA_ASSIGN_OR_RETURN(const std::vector<at::Tensor> tensors,
+                        ReadTensors(file, adapters));
+  c10::NoGradGuard no_grad;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    adapters.factors[i].tensor.copy_(tensors[i]);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace trainer_lora::lora

@@ -1,0 +1,60 @@
+// Saves and loads adapters in the format of the Python library PEFT: a folder
+// with adapter_model.safetensors and adapter_config.json.
+//
+//   if (mesh->rank() == 0) {
+//     LORA_RETURN_IF_ERROR(SaveAdapter(*model, "out/adapter"));
+//   }
+//
+// In Python:
+//
+//   from peft import PeftModel
+//   model = PeftModel.from_pretrained(base_model, "out/adapter")
+#ifndef TRAINER_LORA_LORA_ADAPTER_FILE_H_
+#define TRAINER_LORA_LORA_ADAPTER_FILE_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "config/language_version.h"
+
+namespace torch::nn {
+class Module;
+}  // namespace torch::nn
+
+namespace trainer_lora::lora {
+
+// What adapter_config.json says of the model; empty entries become null.
+struct SaveAdapterOptions {
+  // Where the base model is to be found.
+  std::string base_model_name_or_path;
+  // One of PEFT's, such as "CAUSAL_LM" or "FEATURE_EXTRACTION".
+  std::string task_type;
+};
+
+// Writes the adapters of `model`, in their dtype, to the new folder `folder`,
+// whose parent must exist. The folder is written aside and renamed: it appears
+// whole or not at all. With several ranks one calls, as all hold the same.
+// kAlreadyExists if something is at `folder`; kFailedPrecondition if the model
+// has no adapter, layers differ in LoRA rank or alpha, or a factor is on the
+// meta device; kUnavailable or kResourceExhausted if the folder cannot be
+// written.
+absl::Status SaveAdapter(const torch::nn::Module& model,
+                         const std::string& folder,
+                         const SaveAdapterOptions& options = {});
+
+// Reads `folder` into the adapters of `model`, on which EnableLoraTraining()
+// was called, converting to their dtype and device. After an error the model is
+// as it was:
+//   kNotFound            the folder or one of its files is missing
+//   kDataLoss            a file is broken
+//   kInvalidArgument     the adapter is not one for this model: a tensor is
+//                        missing, unexpected or of another shape (all are
+//                        named)
+//   kFailedPrecondition  LoRA rank, alpha or the kind of adapter differ from
+//   the
+//                        model's, or the model has no adapter
+absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder);
+
+}  // namespace trainer_lora::lora
+
+#endif  // TRAINER_LORA_LORA_ADAPTER_FILE_H_

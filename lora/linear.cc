@@ -1,0 +1,46 @@
+#include "lora/linear.h"
+
+#include <cmath>
+
+#include "ATen/Functions.h"
+#include "torch/nn/init.h"
+
+namespace trainer_lora::lora {
+
+ReplicatedLinearImpl::ReplicatedLinearImpl(
+    const torch::nn::LinearOptions& options)
+    : options_(options) {
+  register_parameter(
+      "weight", at::empty({options.out_features(), options.in_features()}));
+  if (options.bias()) {
+    register_parameter("bias", at::empty({options.out_features()}));
+  }
+  reset_parameters();
+}
+
+void ReplicatedLinearImpl::reset_parameters() {
+  // The distribution of torch::nn::Linear, drawn in its order.
+  torch::nn::init::kaiming_uniform_(weight(), std::sqrt(5.0));
+  const at::Tensor bias_tensor = bias();
+  if (bias_tensor.defined() && in_features() > 0) {
+    const double bound = 1 / std::sqrt(static_cast<double>(in_features()));
+    torch::nn::init::uniform_(bias_tensor, -bound, bound);
+  }
+}
+
+at::Tensor ReplicatedLinearImpl::forward(const at::Tensor& input) {
+  return AddAdapter(input, at::linear(input, weight(), bias()));
+}
+
+void ReplicatedLinearImpl::pretty_print(std::ostream& stream) const {
+  stream << std::boolalpha
+         << "trainer_lora::lora::ReplicatedLinear(in_features=" << in_features()
+         << ", out_features=" << out_features()
+         << ", bias=" << bias().defined();
+  if (is_adapted()) {
+    stream << ", lora_rank=" << lora_rank() << ", lora_alpha=" << lora_alpha();
+  }
+  stream << ")";
+}
+
+}  // namespace trainer_lora::lora

@@ -1,0 +1,65 @@
+// The initial values of adapter parameters: a function of (seed, scope, name,
+// element index) alone, so that every rank can fill its own shard, and the
+// values are bitwise the same for every world size, mesh, shard dimension and
+// tensor parallel degree.
+//
+//   LoraInitialization initialization{/*seed=*/42};
+//   at::Tensor lora_A = InitialLoraValue(
+//       initialization, "blocks.0.to_q.lora_A", {16, 1536}, at::kFloat,
+//       distributed::TensorSlice::Whole({16, 1536}));
+//
+// Values are part of the interface: a release that changed them would change
+// every user's runs. For element i (row-major, in the whole tensor) of lora_A:
+//
+//   h    = FNV-1a-64(scope + '\0' + name)
+//   u    = word (i % 4) of Philox4x32-10(key = seed, counter = (i / 4, h))
+//   k    = 2 * (u >> 8) + 1 - 2^24          odd, |k| < 2^24, exact in float32
+//   A[i] = k * float(bound * 2^-24)         one multiplication in float32
+//
+// with bound = 1 / sqrt(in_features), which is that of
+// kaiming_uniform_(a = sqrt(5)) on the whole tensor. The value is then rounded
+// to the parameter's type (for float64 the multiplication is one in float64).
+// lora_B is zero. Philox: Salmon et al., "Parallel Random Numbers: As Easy as
+// 1, 2, 3", 2011; as ATen has it.
+#ifndef TRAINER_LORA_LORA_PARAMETER_INITIALIZER_H_
+#define TRAINER_LORA_LORA_PARAMETER_INITIALIZER_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "ATen/core/Tensor.h"
+#include "absl/strings/string_view.h"
+#include "config/language_version.h"
+#include "distributed/checkpoint/missing_parameter_initializer.h"
+
+namespace trainer_lora::lora {
+
+// What the values depend on beside the parameter's name.
+struct LoraInitialization {
+  uint64_t seed = 0;
+  // Empty, or the role: two roles with one seed then start differently.
+  std::string scope;
+};
+
+// A slice of the initial value of an adapter parameter: a contiguous CPU tensor
+// of shape `slice.sizes` and of `dtype`, a floating point type. `name` ends in
+// ".lora_A" (`global_shape` is [rank, in_features]) or ".lora_B"
+// ([out_features, rank]); throws c10::Error for another name or a slice out of
+// range. Thread safe.
+at::Tensor InitialLoraValue(const LoraInitialization& initialization,
+                            absl::string_view name,
+                            at::IntArrayRef global_shape, at::ScalarType dtype,
+                            const distributed::TensorSlice& slice);
+
+// An initializer for the adapter parameters that are the keys of
+// `parameter_names`; nothing for other names. The mapped value is the name
+// under which the parameter draws: the same as the key, or the first name of a
+// parameter that a model has under several.
+distributed::MissingParameterInitializer MakeLoraParameterInitializer(
+    LoraInitialization initialization,
+    std::map<std::string, std::string> parameter_names);
+
+}  // namespace trainer_lora::lora
+
+#endif  // TRAINER_LORA_LORA_PARAMETER_INITIALIZER_H_

@@ -1,0 +1,303 @@
+// The base of adaptable layers and ReplicatedLinear.
+#include "lora/linear.h"
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "absl/status/status.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "lora/lora_adapter.h"
+#include "tests/testutil/status_matchers.h"
+#include "torch/nn/cloneable.h"
+#include "torch/nn/modules/container/modulelist.h"
+#include "torch/nn/modules/container/sequential.h"
+#include "torch/nn/modules/linear.h"
+
+namespace trainer_lora::lora {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::trainer_lora::testutil::IsOk;
+using ::trainer_lora::testutil::StatusIs;
+
+// Gives `layer` an adapter with random factors, so that both count.
+void Adopt(LoraLayer& layer, int64_t rank = 2, double alpha = 3) {
+  auto adapter = layer.EmptyAdapter(rank, alpha);
+  ASSERT_THAT(adapter, IsOk());
+  adapter->lora_A.uniform_(-1, 1);
+  adapter->lora_B.uniform_(-1, 1);
+  ASSERT_THAT(layer.AdoptAdapter(*adapter), IsOk());
+}
+
+std::vector<std::string> Keys(
+    const torch::OrderedDict<std::string, at::Tensor>& dict) {
+  return dict.keys();
+}
+
+TEST(ReplicatedLinearTest, IsADropInForTorchLinear) {
+  for (const bool with_bias : {true, false}) {
+    const auto options = torch::nn::LinearOptions(5, 7).bias(with_bias);
+    at::manual_seed(3);
+    torch::nn::Linear stock(options);
+    at::manual_seed(3);
+    ReplicatedLinear ours(options);
+    EXPECT_EQ(Keys(ours->named_parameters()), Keys(stock->named_parameters()));
+    EXPECT_TRUE(at::equal(ours->weight(), stock->weight));
+    EXPECT_EQ(ours->bias().defined(), with_bias);
+    const at::Tensor input = at::randn({2, 3, 5});
+    EXPECT_TRUE(at::equal(ours(input), stock(input)));
+  }
+}
+
+TEST(LoraLayerTest, AdoptionRenamesTheStateAndKeepsTheModule) {
+  ReplicatedLinear layer(5, 7);
+  const at::Tensor weight = layer->weight();
+  LoraLayer* const before = layer.get();
+  Adopt(*layer);
+  EXPECT_EQ(layer.get(), before);
+  EXPECT_THAT(Keys(layer->named_parameters()),
+              ElementsAre("lora_A", "lora_B", "base_layer.weight",
+                          "base_layer.bias"));
+  EXPECT_TRUE(layer->weight().is_same(weight));
+  EXPECT_THAT(layer->lora_A().sizes(), ElementsAre(2, 5));
+  EXPECT_THAT(layer->lora_B().sizes(), ElementsAre(7, 2));
+  EXPECT_TRUE(layer->lora_A().requires_grad());
+  EXPECT_TRUE(layer->lora_B().requires_grad());
+  EXPECT_EQ(layer->lora_rank(), 2);
+  EXPECT_EQ(layer->lora_alpha(), 3);
+}
+
+TEST(LoraLayerTest, ForwardAddsTheScaledProductOfTheFactors) {
+  torch::nn::Sequential model(ReplicatedLinear(5, 7));
+  auto& layer = model->at<ReplicatedLinearImpl>(0);
+  layer.to(at::kDouble);
+  Adopt(layer, /*rank=*/2, /*alpha=*/3);
+  const at::Tensor input = at::randn({4, 2, 5}, at::kDouble);
+  const at::Tensor merged =
+      layer.weight() + 1.5 * at::matmul(layer.lora_B(), layer.lora_A());
+  const at::Tensor expected =
+      at::matmul(input, merged.transpose(0, 1)) + layer.bias();
+  EXPECT_TRUE(at::allclose(model->forward(input), expected, 1e-12, 1e-12));
+}
+
+TEST(LoraLayerTest, GradientsReachTheFactorsAndTheInput) {
+  ReplicatedLinear layer(5, 7);
+  layer->to(at::kDouble);
+  Adopt(*layer, /*rank=*/2, /*alpha=*/3);
+  layer->weight().requires_grad_(false);
+  layer->bias().requires_grad_(false);
+  const at::Tensor input = at::randn({4, 5}, at::kDouble).requires_grad_();
+  const at::Tensor seed = at::randn({4, 7}, at::kDouble);
+  layer(input).backward(seed);
+  const double scale = 1.5;
+  const at::Tensor a = layer->lora_A().detach();
+  const at::Tensor b = layer->lora_B().detach();
+  const at::Tensor hidden = at::matmul(input, a.t()).detach();
+  EXPECT_TRUE(at::allclose(layer->lora_B().grad(),
+                           scale * at::matmul(seed.t(), hidden)));
+  EXPECT_TRUE(at::allclose(
+      layer->lora_A().grad(),
+      scale * at::matmul(at::matmul(seed, b).t(), input.detach())));
+  EXPECT_TRUE(at::allclose(
+      input.grad(),
+      at::matmul(seed, layer->weight() + scale * at::matmul(b, a))));
+  EXPECT_FALSE(layer->weight().grad().defined());
+}
+
+TEST(LoraLayerTest, WithZeroLoraBTheOutputIsBitwiseTheBaseOutput) {
+  ReplicatedLinear layer(64, 96);
+  const at::Tensor input = at::randn({8, 64});
+  const at::Tensor base_output = layer(input);
+  auto adapter = layer->EmptyAdapter(4, 4);
+  ASSERT_THAT(adapter, IsOk());
+  adapter->lora_A.uniform_(-1, 1);
+  adapter->lora_B.zero_();
+  ASSERT_THAT(layer->AdoptAdapter(*adapter), IsOk());
+  EXPECT_TRUE(at::equal(layer(input), base_output));
+}
+
+TEST(LoraLayerTest, TheAdapterIsWhereItsBaseIs) {
+  ReplicatedLinear layer(5, 7);
+  layer->to(at::kBFloat16);
+  Adopt(*layer);
+  EXPECT_EQ(layer->lora_A().scalar_type(), at::kBFloat16);
+  layer->to(at::kDouble);
+  EXPECT_EQ(layer->lora_A().scalar_type(), at::kDouble);
+  EXPECT_EQ(layer->weight().scalar_type(), at::kDouble);
+  EXPECT_EQ(layer(at::randn({1, 5}, at::kDouble)).scalar_type(), at::kDouble);
+}
+
+TEST(LoraLayerTest, AFloat32AdapterOnABfloat16BaseGivesBfloat16) {
+  ReplicatedLinear layer(5, 7);
+  Adopt(*layer);
+  layer->weight().set_data(layer->weight().to(at::kBFloat16));
+  layer->bias().set_data(layer->bias().to(at::kBFloat16));
+  const at::Tensor output = layer(at::randn({3, 5}).to(at::kBFloat16));
+  EXPECT_EQ(output.scalar_type(), at::kBFloat16);
+  output.sum().backward();
+  EXPECT_EQ(layer->lora_A().grad().scalar_type(), at::kFloat);
+}
+
+// A model whose holders are typed and whose parts are in containers.
+struct BlockImpl : torch::nn::Cloneable<BlockImpl> {
+  BlockImpl() { reset(); }
+  void reset() override {
+    to_q = register_module("to_q", ReplicatedLinear(5, 5));
+    layers = register_module("layers",
+                             torch::nn::ModuleList(ReplicatedLinear(5, 5)));
+  }
+  at::Tensor forward(at::Tensor x) {
+    return layers->at<ReplicatedLinearImpl>(0).forward(to_q(x));
+  }
+  ReplicatedLinear to_q{nullptr};
+  torch::nn::ModuleList layers{nullptr};
+};
+
+TEST(LoraLayerTest, ACloneHasItsOwnEqualState) {
+  BlockImpl model;
+  Adopt(*model.to_q);
+  Adopt(model.layers->at<ReplicatedLinearImpl>(0));
+  model.to_q->weight().requires_grad_(false);
+  model.eval();
+  const at::Tensor input = at::randn({2, 5});
+  const at::Tensor output = model.forward(input);
+
+  const auto copy = std::dynamic_pointer_cast<BlockImpl>(model.clone());
+  ASSERT_NE(copy, nullptr);
+  EXPECT_EQ(Keys(copy->named_parameters()), Keys(model.named_parameters()));
+  for (const auto& item : model.named_parameters()) {
+    const at::Tensor copied = copy->named_parameters()[item.key()];
+    EXPECT_TRUE(at::equal(copied, item.value())) << item.key();
+    EXPECT_FALSE(copied.is_same(item.value())) << item.key();
+    EXPECT_NE(copied.data_ptr(), item.value().data_ptr()) << item.key();
+    EXPECT_EQ(copied.requires_grad(), item.value().requires_grad())
+        << item.key();
+  }
+  EXPECT_FALSE(copy->to_q->is_training());
+  EXPECT_TRUE(at::equal(copy->forward(input), output));
+
+  // The copy's typed holders compute with the copy's tensors.
+  for (at::Tensor parameter : copy->parameters()) parameter.detach().zero_();
+  EXPECT_TRUE(at::equal(copy->forward(input), at::zeros({2, 5})));
+  EXPECT_TRUE(at::equal(model.forward(input), output));
+}
+
+TEST(LoraLayerTest, ACloneOfALayerWithoutAdapterCanTakeOne) {
+  ReplicatedLinear layer(5, 7);
+  auto copy = std::dynamic_pointer_cast<ReplicatedLinearImpl>(layer->clone());
+  ASSERT_NE(copy, nullptr);
+  Adopt(*copy);
+  EXPECT_FALSE(layer->is_adapted());
+  EXPECT_TRUE(copy->is_adapted());
+}
+
+TEST(LoraLayerTest, PrintsWhatItIs) {
+  ReplicatedLinear layer(torch::nn::LinearOptions(5, 7).bias(false));
+  Adopt(*layer, /*rank=*/2, /*alpha=*/0.5);
+  std::ostringstream stream;
+  stream << *layer;
+  EXPECT_THAT(stream.str(), HasSubstr("ReplicatedLinear(in_features=5, "
+                                      "out_features=7, bias=false, "
+                                      "lora_rank=2, lora_alpha=0.5)"));
+}
+
+TEST(LoraLayerTest, RefusesAnAdapterOutOfRange) {
+  ReplicatedLinear layer(5, 7);
+  for (const int64_t rank : {int64_t{0}, int64_t{-1}}) {
+    EXPECT_THAT(layer->EmptyAdapter(rank, 1),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("rank must be > 0")));
+  }
+  for (const double alpha : {0.0, -8.0, std::nan(""),
+                             std::numeric_limits<double>::infinity()}) {
+    EXPECT_THAT(layer->EmptyAdapter(1, alpha),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("alpha must be finite and > 0")));
+  }
+}
+
+TEST(LoraLayerTest, RefusesASecondAdapterAndForeignFactors) {
+  ReplicatedLinear layer(5, 7);
+  auto foreign = ReplicatedLinear(7, 5)->EmptyAdapter(2, 2);
+  ASSERT_THAT(foreign, IsOk());
+  EXPECT_THAT(layer->AdoptAdapter(*foreign),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("lora_A of shape [2, 5]")));
+  EXPECT_FALSE(layer->is_adapted());
+  Adopt(*layer);
+  const auto keys = Keys(layer->named_parameters());
+  EXPECT_THAT(layer->EmptyAdapter(2, 2),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("has a LoRA adapter already")));
+  EXPECT_EQ(Keys(layer->named_parameters()), keys);
+}
+
+// A service's own layer: a weight of int8 with a scale an output feature, and a
+// child module.
+class Int8LinearImpl : public CloneableLoraLayer<Int8LinearImpl> {
+ public:
+  Int8LinearImpl(int64_t in, int64_t out) : in_(in), out_(out) {
+    register_parameter("weight", at::randint(-127, 128, {out, in}, at::kChar),
+                       /*requires_grad=*/false);
+    register_buffer("scale", at::rand({out}) / 127);
+    register_module("norm", std::make_shared<torch::nn::LinearImpl>(1, 1));
+  }
+  int64_t in_features() const override { return in_; }
+  int64_t out_features() const override { return out_; }
+  at::TensorOptions adapter_options() const override {
+    return state("scale").options();
+  }
+  at::Tensor forward(const at::Tensor& input) {
+    const at::Tensor weight =
+        state("weight").to(input.scalar_type()) * state("scale").unsqueeze(1);
+    return AddAdapter(input, at::linear(input, weight));
+  }
+
+ private:
+  int64_t in_;
+  int64_t out_;
+};
+
+TEST(LoraLayerTest, AServicesOwnLayerMovesBuffersAndChildrenToo) {
+  auto layer = std::make_shared<Int8LinearImpl>(5, 7);
+  const at::Tensor input = at::randn({3, 5});
+  const at::Tensor base_output = layer->forward(input);
+  Adopt(*layer, /*rank=*/2, /*alpha=*/2);
+  EXPECT_THAT(Keys(layer->named_parameters()),
+              ElementsAre("lora_A", "lora_B", "base_layer.weight",
+                          "base_layer.norm.weight", "base_layer.norm.bias"));
+  EXPECT_THAT(Keys(layer->named_buffers()), ElementsAre("base_layer.scale"));
+  const at::Tensor expected =
+      base_output +
+      at::matmul(at::matmul(input, layer->lora_A().t()), layer->lora_B().t());
+  EXPECT_TRUE(at::allclose(layer->forward(input), expected, 1e-5, 1e-5));
+  const auto copy = std::dynamic_pointer_cast<Int8LinearImpl>(layer->clone());
+  EXPECT_TRUE(at::equal(copy->forward(input), layer->forward(input)));
+}
+
+// Without adapter_options(), an int8 weight leaves no dtype for the factors.
+class PlainInt8LinearImpl : public CloneableLoraLayer<PlainInt8LinearImpl> {
+ public:
+  PlainInt8LinearImpl() {
+    register_parameter("weight", at::zeros({3, 2}, at::kChar), false);
+  }
+  int64_t in_features() const override { return 2; }
+  int64_t out_features() const override { return 3; }
+};
+
+TEST(LoraLayerTest, AnIntegerWeightNeedsAdapterOptions) {
+  EXPECT_THAT(PlainInt8LinearImpl().EmptyAdapter(1, 1),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("override adapter_options()")));
+}
+
+}  // namespace
+}  // namespace trainer_lora::lora
