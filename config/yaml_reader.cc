@@ -1,0 +1,616 @@
+#include "config/yaml_reader.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+#include <set>
+#include <tuple>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "config/internal/status_macros.h"
+#include "yaml-cpp/depthguard.h"
+
+namespace trainer_lora::config {
+namespace {
+
+// Aliases can nest deeper than the text does, and expand to more nodes than a
+// file of kMaxYamlBytes can spell out.
+constexpr int kMaxDepth = 1000;
+constexpr int64_t kMaxNodes = kMaxYamlBytes;
+
+constexpr char kMergeKey[] = "<<";
+constexpr size_t kMaxQuotedBytes = 60;
+
+// --- Scalars ---------------------------------------------------------------
+
+enum class ScalarStyle { kPlain, kQuoted, kUnknownTag };
+
+ScalarStyle StyleOf(const YAML::Node& scalar) {
+  const std::string& tag = scalar.Tag();
+  if (tag.empty() || tag == "?" || tag == "tag:yaml.org,2002:int" ||
+      tag == "tag:yaml.org,2002:float" || tag == "tag:yaml.org,2002:bool") {
+    return ScalarStyle::kPlain;
+  }
+  if (tag == "!" || tag == "tag:yaml.org,2002:str") return ScalarStyle::kQuoted;
+  return ScalarStyle::kUnknownTag;
+}
+
+bool IsPlain(const YAML::Node& node) {
+  return node.IsScalar() && StyleOf(node) == ScalarStyle::kPlain;
+}
+
+bool IsMergeKey(const YAML::Node& key) {
+  return IsPlain(key) && key.Scalar() == kMergeKey;
+}
+
+// The booleans of YAML 1.1, without y and n, which its readers disagree about.
+std::optional<bool> ParseBool(const std::string& text) {
+  for (const char* word :
+       {"true", "True", "TRUE", "yes", "Yes", "YES", "on", "On", "ON"}) {
+    if (text == word) return true;
+  }
+  for (const char* word :
+       {"false", "False", "FALSE", "no", "No", "NO", "off", "Off", "OFF"}) {
+    if (text == word) return false;
+  }
+  return std::nullopt;
+}
+
+bool HasLeadingZero(absl::string_view number) {
+  number = absl::StripLeadingAsciiWhitespace(number);
+  if (absl::StartsWith(number, "-") || absl::StartsWith(number, "+")) {
+    number.remove_prefix(1);
+  }
+  return number.size() > 1 && number[0] == '0' &&
+         absl::ascii_isdigit(number[1]);
+}
+
+std::optional<double> ParseNumber(const std::string& text) {
+  // SimpleAtod also takes inf, nan and hexadecimal digits.
+  constexpr char kDecimal[] = "0123456789+-.eE \t";
+  double value = 0;
+  if (text.find_first_not_of(kDecimal) != std::string::npos ||
+      !absl::SimpleAtod(text, &value) || !std::isfinite(value) ||
+      HasLeadingZero(text)) {
+    return std::nullopt;
+  }
+  return value;
+}
+
+// Whether an unquoted `text` is a number to YAML, even one not accepted here.
+bool LooksLikeNumber(const std::string& text) {
+  const std::string lower = absl::AsciiStrToLower(text);
+  absl::string_view unsigned_text = lower;
+  if (absl::StartsWith(unsigned_text, "-") ||
+      absl::StartsWith(unsigned_text, "+")) {
+    unsigned_text.remove_prefix(1);
+  }
+  if (unsigned_text == ".inf" || unsigned_text == ".nan") return true;
+  double number = 0;
+  uint64_t hexadecimal = 0;
+  if (absl::StartsWith(unsigned_text, "0x")) {
+    return absl::SimpleHexAtoi(unsigned_text, &hexadecimal);
+  }
+  // "inf" and "nan" are words.
+  return std::any_of(lower.begin(), lower.end(), absl::ascii_isdigit) &&
+         absl::SimpleAtod(lower, &number);
+}
+
+bool IsString(const YAML::Node& node) {
+  if (!node.IsScalar()) return false;
+  const ScalarStyle style = StyleOf(node);
+  if (style != ScalarStyle::kPlain) return style == ScalarStyle::kQuoted;
+  return !ParseBool(node.Scalar()) && !LooksLikeNumber(node.Scalar());
+}
+
+std::optional<double> NumberIn(const YAML::Node& node) {
+  if (!node.IsScalar() || StyleOf(node) == ScalarStyle::kUnknownTag) {
+    return std::nullopt;
+  }
+  return ParseNumber(node.Scalar());
+}
+
+// --- Messages --------------------------------------------------------------
+
+std::string Shorten(const std::string& text) {
+  if (text.size() <= kMaxQuotedBytes) return text;
+  size_t end = kMaxQuotedBytes;
+  // Not inside a character.
+  while (end > 0 && (text[end] & 0xC0) == 0x80) --end;
+  return text.substr(0, end) + "...";
+}
+
+std::string Describe(const YAML::Node& node) {
+  if (!node.IsDefined()) return "nothing";
+  if (node.IsNull()) return "null";
+  if (node.IsSequence()) return "a list";
+  if (node.IsMap()) return "a mapping";
+  const std::string text = Shorten(node.Scalar());
+  switch (StyleOf(node)) {
+    case ScalarStyle::kPlain:
+      return text;
+    case ScalarStyle::kQuoted:
+      return absl::StrCat("\"", absl::Utf8SafeCEscape(text), "\"");
+    case ScalarStyle::kUnknownTag:
+      break;
+  }
+  return absl::StrCat(Shorten(node.Tag()), " ", text);
+}
+
+// For where a string was expected: on means true, 16 is a number.
+absl::string_view QuotingHint(const YAML::Node& node) {
+  return IsPlain(node) ? " (quote it if it is text)" : "";
+}
+
+// Levenshtein distance.
+size_t EditDistance(const std::string& a, const std::string& b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t substitute = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({substitute, row[j] + 1, row[j - 1] + 1});
+    }
+  }
+  return row[b.size()];
+}
+
+// `key`, with the known key that a slip of the finger may have come from.
+std::string WithSuggestion(const std::string& key,
+                           const std::vector<std::string>& known_keys) {
+  const std::string name = absl::Utf8SafeCEscape(Shorten(key));
+  if (key.size() > kMaxQuotedBytes) return name;
+  for (size_t distance : {1, 2}) {
+    for (const std::string& known : known_keys) {
+      if (known.size() > distance && EditDistance(key, known) == distance) {
+        return absl::StrCat(name, " (did you mean ", known, "?)");
+      }
+    }
+  }
+  return name;
+}
+
+// --- Mappings --------------------------------------------------------------
+
+// yaml-cpp keeps both of two equal keys and finds the first.
+void AddDuplicateKeys(const YAML::Node& mapping, YamlErrors* errors) {
+  std::map<std::string, int> first_lines;
+  for (const auto& entry : mapping) {
+    if (!entry.first.IsScalar()) continue;
+    const YAML::Mark mark = entry.first.Mark();
+    const auto [first, is_new] =
+        first_lines.emplace(entry.first.Scalar(), mark.line + 1);
+    if (is_new) continue;
+    errors->Add(
+        mark,
+        absl::StrCat("the key \"", absl::Utf8SafeCEscape(Shorten(first->first)),
+                     "\" is given twice, first on line ", first->second));
+  }
+}
+
+// Replaces merge keys, which yaml-cpp leaves alone, in a whole tree, and finds
+// duplicate keys.
+class TreeNormalizer {
+ public:
+  explicit TreeNormalizer(YamlErrors* errors) : errors_(errors) {}
+
+  // The error is one that leaves no sense in going on; others are collected.
+  absl::Status Visit(YAML::Node node, int depth = 0) {
+    LORA_RETURN_IF_ERROR(Count(node.Mark()));
+    if (depth > kMaxDepth) {
+      return Fatal(node.Mark(),
+                   "an alias contains itself, or aliases nest too deeply");
+    }
+    if (node.IsSequence()) {
+      for (const auto& element : node) {
+        LORA_RETURN_IF_ERROR(Visit(element, depth + 1));
+      }
+    }
+    if (!node.IsMap()) return absl::OkStatus();
+
+    YAML::Node merged(YAML::NodeType::Undefined);
+    for (const auto& entry : node) {
+      LORA_RETURN_IF_ERROR(Visit(entry.first, depth + 1));
+      LORA_RETURN_IF_ERROR(Visit(entry.second, depth + 1));
+      if (IsMergeKey(entry.first)) merged.reset(entry.second);
+    }
+    AddDuplicateKeys(node, errors_);
+    if (!merged.IsDefined()) return absl::OkStatus();
+    return Merge(merged, node);
+  }
+
+ private:
+  absl::Status Fatal(const YAML::Mark& mark, absl::string_view message) const {
+    return absl::InvalidArgumentError(errors_->Locate(mark, message));
+  }
+
+  absl::Status Count(const YAML::Mark& mark) {
+    if (++nodes_ <= kMaxNodes) return absl::OkStatus();
+    return Fatal(mark, "aliases expand to too many nodes");
+  }
+
+  // Adds to `mapping` what it lacks of `merged`, a mapping or a list of
+  // mappings of which the first goes before the later.
+  absl::Status Merge(const YAML::Node& merged, YAML::Node mapping) {
+    std::vector<YAML::Node> sources;
+    if (merged.IsSequence()) {
+      for (const auto& source : merged) sources.push_back(source);
+    } else {
+      sources.push_back(merged);
+    }
+    mapping.remove(kMergeKey);
+    std::set<std::string> keys;
+    for (const auto& entry : mapping) {
+      if (entry.first.IsScalar()) keys.insert(entry.first.Scalar());
+    }
+    for (const YAML::Node& source : sources) {
+      if (!source.IsMap()) {
+        errors_->Add(
+            source.Mark(),
+            absl::StrCat("the merge key << must be a mapping or a list of "
+                         "mappings, got ",
+                         Describe(source)));
+        continue;
+      }
+      for (const auto& entry : source) {
+        LORA_RETURN_IF_ERROR(Count(entry.first.Mark()));
+        if (entry.first.IsScalar() &&
+            !keys.insert(entry.first.Scalar()).second) {
+          continue;
+        }
+        mapping.force_insert(entry.first, entry.second);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  YamlErrors* errors_;
+  int64_t nodes_ = 0;
+};
+
+// --- Text ------------------------------------------------------------------
+
+// Bytes of the UTF-8 character that `text` starts with, 0 if it isn't one.
+size_t Utf8CharacterSize(absl::string_view text) {
+  const auto byte = [&](size_t i) -> unsigned {
+    return i < text.size() ? static_cast<unsigned char>(text[i]) : 0;
+  };
+  const auto in = [&](size_t i, unsigned min, unsigned max) {
+    return byte(i) >= min && byte(i) <= max;
+  };
+  const auto tail = [&](size_t i) { return in(i, 0x80, 0xBF); };
+  if (byte(0) < 0x80) return 1;
+  if (in(0, 0xC2, 0xDF)) return tail(1) ? 2 : 0;
+  // Not overlong (E0, F0), no surrogates (ED), not above U+10FFFF (F4).
+  if (in(0, 0xE0, 0xEF)) {
+    const unsigned min = byte(0) == 0xE0 ? 0xA0 : 0x80;
+    const unsigned max = byte(0) == 0xED ? 0x9F : 0xBF;
+    return in(1, min, max) && tail(2) ? 3 : 0;
+  }
+  if (in(0, 0xF0, 0xF4)) {
+    const unsigned min = byte(0) == 0xF0 ? 0x90 : 0x80;
+    const unsigned max = byte(0) == 0xF4 ? 0x8F : 0xBF;
+    return in(1, min, max) && tail(2) && tail(3) ? 4 : 0;
+  }
+  return 0;
+}
+
+// YAML text is UTF-8 without control characters. yaml-cpp would replace the
+// first and take some of the second (U+0004) for the end of the file.
+void AddBadCharacter(absl::string_view text, YamlErrors* errors) {
+  YAML::Mark mark;
+  while (!text.empty()) {
+    const size_t size = Utf8CharacterSize(text);
+    if (size == 0) {
+      errors->Add(mark, "the file is not UTF-8");
+      return;
+    }
+    const unsigned char c = text[0];
+    if (c == 0x7F || (c < 0x20 && c != '\t' && c != '\n' && c != '\r')) {
+      errors->Add(mark, absl::StrFormat("control character U+%04X", c));
+      return;
+    }
+    if (c == '\n') {
+      ++mark.line;
+      mark.column = 0;
+    } else {
+      ++mark.column;
+    }
+    text.remove_prefix(size);
+  }
+}
+
+bool IsIndentedWithTab(const std::string& text, int line) {
+  size_t begin = 0;
+  for (; line > 0 && begin != std::string::npos; --line) {
+    begin = text.find('\n', begin);
+    if (begin != std::string::npos) ++begin;
+  }
+  if (begin == std::string::npos) return false;
+  const size_t indent_end = text.find_first_not_of(" \t", begin);
+  return absl::string_view(text)
+             .substr(begin, indent_end == std::string::npos
+                                ? std::string::npos
+                                : indent_end - begin)
+             .find('\t') != absl::string_view::npos;
+}
+
+// All documents in `text`; yaml-cpp's exceptions end here.
+absl::StatusOr<std::vector<YAML::Node>> LoadDocuments(
+    absl::string_view text, const YamlErrors& errors) {
+  // With an explicit end, a quoted string that is never closed is an error to
+  // yaml-cpp; it would take the end of the file for a quote.
+  const std::string terminated =
+      absl::StrCat(text, absl::EndsWith(text, "\n") ? "" : "\n", "...\n");
+  try {
+    return YAML::LoadAll(terminated);
+  } catch (const YAML::DeepRecursion& e) {
+    return absl::InvalidArgumentError(
+        errors.Locate(e.mark, "nested too deeply"));
+  } catch (const YAML::Exception& e) {
+    std::string message = absl::StrCat("not valid YAML: ", e.msg);
+    if (e.msg == YAML::ErrorMsg::DOC_IN_SCALAR) {
+      message = "not valid YAML: a quoted string is not closed";
+    } else if (IsIndentedWithTab(terminated, e.mark.line)) {
+      message += " (the line is indented with a tab; use spaces)";
+    }
+    return absl::InvalidArgumentError(errors.Locate(e.mark, message));
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<YAML::Node> ParseYaml(absl::string_view text,
+                                     absl::string_view file) {
+  YamlErrors errors(file);
+  const YAML::Mark nowhere = YAML::Mark::null_mark();
+  if (text.size() > kMaxYamlBytes) {
+    errors.Add(nowhere, absl::StrCat("the file is larger than ",
+                                     kMaxYamlBytes >> 20, " MiB"));
+    return errors.ToStatus();
+  }
+  AddBadCharacter(text, &errors);
+  LORA_RETURN_IF_ERROR(errors.ToStatus());
+
+  LORA_ASSIGN_OR_RETURN(std::vector<YAML::Node> documents,
+                        LoadDocuments(text, errors));
+  if (documents.size() > 1) {
+    errors.Add(documents[1].Mark(),
+               "a second document starts here; the file "
+               "must hold one");
+  } else if (documents.empty() || documents[0].IsNull()) {
+    errors.Add(nowhere, "the file is empty");
+  } else {
+    LORA_RETURN_IF_ERROR(TreeNormalizer(&errors).Visit(documents[0]));
+  }
+  LORA_RETURN_IF_ERROR(errors.ToStatus());
+  return documents[0];
+}
+
+void YamlErrors::Add(const YAML::Mark& mark, absl::string_view message) {
+  errors_.push_back({mark, std::string(message)});
+}
+
+std::string YamlErrors::Locate(const YAML::Mark& mark,
+                               absl::string_view message) const {
+  if (mark.is_null()) return absl::StrCat(file_, ": ", message);
+  return absl::StrCat(file_, ":", mark.line + 1, ":", mark.column + 1, ": ",
+                      message);
+}
+
+absl::Status YamlErrors::ToStatus() const {
+  if (errors_.empty()) return absl::OkStatus();
+  std::vector<Error> sorted = errors_;
+  std::stable_sort(sorted.begin(), sorted.end(),
+                   [](const Error& a, const Error& b) {
+                     return std::tie(a.mark.line, a.mark.column) <
+                            std::tie(b.mark.line, b.mark.column);
+                   });
+  std::vector<std::string> lines;
+  for (const Error& error : sorted) {
+    std::string line = Locate(error.mark, error.message);
+    // What an alias names is read again for each alias.
+    if (lines.empty() || lines.back() != line) lines.push_back(std::move(line));
+  }
+  return absl::InvalidArgumentError(absl::StrJoin(lines, "\n"));
+}
+
+YamlMapping::YamlMapping(const YAML::Node& node, absl::string_view path,
+                         YamlErrors* errors)
+    : path_(path), errors_(errors) {
+  if (!node.IsDefined() || node.IsNull()) return;
+  mark_ = node.Mark();
+  if (!node.IsMap()) {
+    AddError(node, PathOf(""), "a mapping");
+    return;
+  }
+  AddDuplicateKeys(node, errors_);
+  for (const auto& entry : node) {
+    const YAML::Mark mark = entry.first.Mark();
+    if (IsMergeKey(entry.first)) {
+      errors_->Add(mark, absl::StrCat(PathOf(""),
+                                      " has a merge key (<<), which only "
+                                      "ParseYaml resolves"));
+    } else if (!IsString(entry.first)) {
+      errors_->Add(
+          mark, absl::StrCat("a key of ", PathOf(""), " must be a string, got ",
+                             Describe(entry.first)));
+    } else {
+      entries_.push_back({entry.first.Scalar(), mark, entry.second});
+    }
+  }
+}
+
+void YamlMapping::Read(absl::string_view key, bool* value,
+                       absl::string_view expected) {
+  const YAML::Node* node = Value(key);
+  if (node == nullptr) return;
+  const std::optional<bool> read =
+      IsPlain(*node) ? ParseBool(node->Scalar()) : std::nullopt;
+  if (!read) return Refuse(key, expected);
+  *value = *read;
+}
+
+void YamlMapping::Read(absl::string_view key, int64_t* value,
+                       absl::string_view expected) {
+  const YAML::Node* node = Value(key);
+  if (node == nullptr) return;
+  const std::optional<double> number = NumberIn(*node);
+  if (!number || *number != std::trunc(*number)) return Refuse(key, expected);
+  if (int64_t read = 0; absl::SimpleAtoi(node->Scalar(), &read)) {
+    *value = read;
+    return;
+  }
+  // Written as 16.0 or 1e3: exact only as far as a double is.
+  constexpr double kMaxExact = int64_t{1} << 53;
+  if (std::abs(*number) > kMaxExact) {
+    return AddError(*node, PathOf(key), expected, " (out of range)");
+  }
+  *value = static_cast<int64_t>(*number);
+}
+
+void YamlMapping::Read(absl::string_view key, double* value,
+                       absl::string_view expected) {
+  const YAML::Node* node = Value(key);
+  if (node == nullptr) return;
+  const std::optional<double> number = NumberIn(*node);
+  if (!number) return Refuse(key, expected);
+  *value = *number;
+}
+
+void YamlMapping::Read(absl::string_view key, std::string* value,
+                       absl::string_view expected) {
+  const YAML::Node* node = Value(key);
+  if (node == nullptr) return;
+  if (!IsString(*node)) {
+    return AddError(*node, PathOf(key), expected, QuotingHint(*node));
+  }
+  *value = node->Scalar();
+}
+
+void YamlMapping::Read(absl::string_view key, std::vector<std::string>* value,
+                       absl::string_view expected) {
+  const YAML::Node* node = Value(key);
+  if (node == nullptr) return;
+  if (!node->IsSequence()) {
+    if (!IsString(*node) || node->Scalar().empty()) {
+      return AddError(*node, PathOf(key), expected, QuotingHint(*node));
+    }
+    *value = {node->Scalar()};
+    return;
+  }
+  std::vector<std::string> read;
+  const size_t errors_before = errors_->size();
+  for (size_t i = 0; i < node->size(); ++i) {
+    const YAML::Node element = (*node)[i];
+    if (IsString(element) && !element.Scalar().empty()) {
+      read.push_back(element.Scalar());
+    } else {
+      AddError(element, absl::StrCat(PathOf(key), "[", i, "]"),
+               "a string that is not empty", QuotingHint(element));
+    }
+  }
+  if (errors_->size() == errors_before) *value = std::move(read);
+}
+
+YamlMapping YamlMapping::ReadMapping(absl::string_view key) {
+  return YamlMapping(ReadNode(key), PathOf(key), errors_);
+}
+
+YAML::Node YamlMapping::ReadNode(absl::string_view key) {
+  Declare(key);
+  const Entry* entry = Find(key);
+  return entry == nullptr ? YAML::Node(YAML::NodeType::Undefined)
+                          : entry->value;
+}
+
+bool YamlMapping::Has(absl::string_view key) const {
+  const Entry* entry = Find(key);
+  return entry != nullptr && !entry->value.IsNull();
+}
+
+void YamlMapping::Refuse(absl::string_view key, absl::string_view expected) {
+  const Entry* entry = Find(key);
+  if (entry == nullptr || entry->value.IsNull()) {
+    // A null may have no place of its own in the file.
+    errors_->Add(entry == nullptr ? mark_ : entry->mark,
+                 absl::StrCat(PathOf(key), " must be ", expected, ", got ",
+                              entry == nullptr ? "nothing" : "null"));
+    return;
+  }
+  AddError(entry->value, PathOf(key), expected);
+}
+
+std::vector<std::string> YamlMapping::UnknownKeys() const {
+  std::set<std::string> unknown;
+  for (const Entry& entry : entries_) {
+    if (std::find(known_keys_.begin(), known_keys_.end(), entry.key) ==
+        known_keys_.end()) {
+      unknown.insert(entry.key);
+    }
+  }
+  return {unknown.begin(), unknown.end()};
+}
+
+std::string YamlMapping::DescribeUnknownKeys() const {
+  const std::string message = UnknownKeysMessage();
+  return message.empty() ? "" : errors_->Locate(mark_, message);
+}
+
+void YamlMapping::RefuseUnknownKeys() {
+  const std::string message = UnknownKeysMessage();
+  if (!message.empty()) errors_->Add(mark_, message);
+}
+
+std::string YamlMapping::UnknownKeysMessage() const {
+  std::vector<std::string> unknown = UnknownKeys();
+  if (unknown.empty()) return "";
+  for (std::string& key : unknown) key = WithSuggestion(key, known_keys_);
+  return absl::StrCat(PathOf(""),
+                      " has unknown keys: ", absl::StrJoin(unknown, ", "),
+                      "; valid keys: ", absl::StrJoin(known_keys_, ", "));
+}
+
+void YamlMapping::Declare(absl::string_view key) {
+  if (std::find(known_keys_.begin(), known_keys_.end(), key) ==
+      known_keys_.end()) {
+    known_keys_.emplace_back(key);
+  }
+}
+
+const YamlMapping::Entry* YamlMapping::Find(absl::string_view key) const {
+  for (const Entry& entry : entries_) {
+    if (entry.key == key) return &entry;
+  }
+  return nullptr;
+}
+
+const YAML::Node* YamlMapping::Value(absl::string_view key) {
+  Declare(key);
+  return Has(key) ? &Find(key)->value : nullptr;
+}
+
+std::string YamlMapping::PathOf(absl::string_view key) const {
+  if (key.empty()) return path_.empty() ? "the file" : path_;
+  if (path_.empty()) return std::string(key);
+  return absl::StrCat(path_, ".", key);
+}
+
+void YamlMapping::AddError(const YAML::Node& value, absl::string_view path,
+                           absl::string_view expected,
+                           absl::string_view remark) {
+  errors_->Add(value.Mark(), absl::StrCat(path, " must be ", expected, ", got ",
+                                          Describe(value), remark));
+}
+
+}  // namespace trainer_lora::config

@@ -1,0 +1,173 @@
+// Reads the mappings of a YAML file field by field and collects every problem,
+// each with its place and the full name of the key, instead of stopping at the
+// first or guessing:
+//
+//   absl::StatusOr<YAML::Node> root = ParseYaml(text, "train.yaml");
+//   if (!root.ok()) return root.status();
+//   YamlErrors errors("train.yaml");
+//   double learning_rate = 1e-4;
+//   std::optional<int64_t> steps;
+//   YamlMapping optimizer((*root)["optimizer"], "optimizer", &errors);
+//   optimizer.Read("learning_rate", &learning_rate, "a positive number");
+//   optimizer.Read("steps", &steps);
+//   if (learning_rate <= 0) {
+//     optimizer.Refuse("learning_rate", "a positive number");
+//   }
+//   optimizer.RefuseUnknownKeys();
+//   return errors.ToStatus();
+//
+// gives, for instance,
+//
+//   train.yaml:3:18: optimizer.learning_rate must be a positive number, got
+//   fast
+#ifndef TRAINER_LORA_CONFIG_YAML_READER_H_
+#define TRAINER_LORA_CONFIG_YAML_READER_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "config/language_version.h"
+#include "yaml-cpp/yaml.h"
+
+namespace trainer_lora::config {
+
+// The largest file that is parsed: yaml-cpp needs about 100 times its size in
+// memory.
+inline constexpr int64_t kMaxYamlBytes = 4 << 20;
+
+// Parses one document; `file` is the name in messages. In the result merge keys
+// (`<<`) are replaced by what they merge, a key of the mapping itself going
+// before, and no mapping has a key twice.
+// kInvalidArgument, with file, line and column, for what is not one document of
+// valid YAML in UTF-8, for an empty one, for duplicate keys (all of them), more
+// than kMaxYamlBytes, nesting of 500 levels, and aliases that contain
+// themselves or expand to millions of nodes.
+absl::StatusOr<YAML::Node> ParseYaml(absl::string_view text,
+                                     absl::string_view file);
+
+// The problems found in one file. Not thread-safe.
+class YamlErrors {
+ public:
+  explicit YamlErrors(absl::string_view file) : file_(file) {}
+
+  void Add(const YAML::Mark& mark, absl::string_view message);
+
+  // The message after "file:line:column: ", or "file: " without a position.
+  std::string Locate(const YAML::Mark& mark, absl::string_view message) const;
+
+  size_t size() const { return errors_.size(); }
+
+  // Ok without errors; otherwise kInvalidArgument with one line an error, in
+  // the order of the file.
+  absl::Status ToStatus() const;
+
+ private:
+  struct Error {
+    YAML::Mark mark;
+    std::string message;
+  };
+
+  std::string file_;
+  std::vector<Error> errors_;
+};
+
+// One mapping whose fields are read by name. A field that is missing or null
+// leaves its variable as it is, and so does one with an error. Not thread-safe.
+class YamlMapping {
+ public:
+  struct Entry {
+    std::string key;
+    YAML::Mark mark;  // Of the key.
+    YAML::Node value;
+  };
+
+  // `node` may be undefined or null: a mapping without fields. Anything else
+  // but a mapping with string keys is an error. `path` is the name of the
+  // mapping in messages, "" for the root. `errors` must outlive this object.
+  YamlMapping(const YAML::Node& node, absl::string_view path,
+              YamlErrors* errors);
+
+  // Each reads one field; `expected` completes "<field> must be …" when the
+  // value is of another type.
+  //
+  // bool: true, false, and YAML 1.1's yes, no, on, off, unquoted.
+  void Read(absl::string_view key, bool* value,
+            absl::string_view expected = "true or false without quotes");
+  // Integers and numbers are decimal and may be quoted; 16.0 and 1e3 are
+  // integers. Not accepted: 010 (8 to some readers of YAML, 10 to others), .inf
+  // and .nan.
+  void Read(absl::string_view key, int64_t* value,
+            absl::string_view expected = "an integer");
+  void Read(absl::string_view key, double* value,
+            absl::string_view expected = "a number");
+  // An unquoted number or boolean isn't a string.
+  void Read(absl::string_view key, std::string* value,
+            absl::string_view expected = "a string");
+  // A list of strings that aren't empty, or such a string alone.
+  void Read(absl::string_view key, std::vector<std::string>* value,
+            absl::string_view expected = "a list of strings");
+  template <typename T, typename... Expected>
+  void Read(absl::string_view key, std::optional<T>* value,
+            Expected... expected) {
+    if (!Has(key)) {
+      Declare(key);
+      return;
+    }
+    T read = value->value_or(T());
+    const size_t errors_before = errors_->size();
+    Read(key, &read, expected...);
+    if (errors_->size() == errors_before) *value = std::move(read);
+  }
+
+  // The mapping under `key`, empty if there is none.
+  YamlMapping ReadMapping(absl::string_view key);
+
+  // The node under `key`, undefined if there is none.
+  YAML::Node ReadNode(absl::string_view key);
+
+  // Whether the key is there with a value that isn't null.
+  bool Has(absl::string_view key) const;
+
+  // Adds the error "<path>.<key> must be <expected>, got <value>".
+  void Refuse(absl::string_view key, absl::string_view expected);
+
+  // The keys that nothing read so far, sorted.
+  std::vector<std::string> UnknownKeys() const;
+
+  // One line that names place, unknown keys (with the known key that each may
+  // be meant for) and known keys; empty if there is no unknown key. For callers
+  // that warn.
+  std::string DescribeUnknownKeys() const;
+
+  // Makes that line an error.
+  void RefuseUnknownKeys();
+
+  // All fields in the order of the file.
+  const std::vector<Entry>& entries() const { return entries_; }
+
+ private:
+  void Declare(absl::string_view key);
+  const Entry* Find(absl::string_view key) const;
+  // Declares `key`; its value, or null if the field is to be left as it is.
+  const YAML::Node* Value(absl::string_view key);
+  std::string PathOf(absl::string_view key) const;
+  std::string UnknownKeysMessage() const;
+  void AddError(const YAML::Node& value, absl::string_view path,
+                absl::string_view expected, absl::string_view remark = "");
+
+  std::string path_;
+  YAML::Mark mark_ = YAML::Mark::null_mark();
+  YamlErrors* errors_;
+  std::vector<Entry> entries_;
+  std::vector<std::string> known_keys_;
+};
+
+}  // namespace trainer_lora::config
+
+#endif  // TRAINER_LORA_CONFIG_YAML_READER_H_
