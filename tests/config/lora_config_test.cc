@@ -1,0 +1,426 @@
+#include "config/lora_config.h"
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "config/logging.h"
+#include "config/yaml_reader.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/testutil/log_capture.h"
+#include "tests/testutil/status_matchers.h"
+#include "yaml-cpp/yaml.h"
+
+namespace trainer_lora::config {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using testutil::IsOk;
+using testutil::LogCapture;
+using testutil::StatusIs;
+
+using Targets = std::optional<std::vector<std::string>>;
+
+// Coerces the value of the key `lora` of a file train.yaml.
+absl::StatusOr<std::optional<LoraConfig>> CoerceText(const std::string& text) {
+  absl::StatusOr<YAML::Node> root = ParseYaml(text, "train.yaml");
+  if (!root.ok()) return root.status();
+  return LoraConfig::Coerce((*root)["lora"], "train.yaml",
+                            "models.student.lora");
+}
+
+// An enabled block with `fields`, which starts on line 3 at column 3.
+std::string Enabled(const std::string& fields) {
+  return absl::StrCat("lora:\n  enable: true\n  ", fields, "\n");
+}
+
+TEST(LoraConfigTest, ReadsTheBlockOfTheContract) {
+  LogCapture logs;
+  LORA_ASSERT_OK_AND_ASSIGN(const std::optional<LoraConfig> config,
+                            CoerceText(R"(
+lora:
+  enable: true
+  rank: 16
+  alpha: 32
+  target_modules: [to_q, to_k, to_v, to_out]
+)"));
+  ASSERT_TRUE(config.has_value());
+  EXPECT_TRUE(config->enable);
+  EXPECT_EQ(config->rank, 16);
+  EXPECT_EQ(config->alpha, 32.0);
+  EXPECT_EQ(config->target_modules,
+            Targets({"to_q", "to_k", "to_v", "to_out"}));
+  EXPECT_THAT(logs.Records(), IsEmpty());
+}
+
+TEST(LoraConfigTest, NoBlockMeansNoLora) {
+  for (const char* text : {"other: 1", "lora:", "lora: null", "lora: ~"}) {
+    SCOPED_TRACE(text);
+    LORA_ASSERT_OK_AND_ASSIGN(const std::optional<LoraConfig> config,
+                              CoerceText(text));
+    EXPECT_EQ(config.has_value(), false);
+  }
+}
+
+TEST(LoraConfigTest, EmptyMappingIsDisabled) {
+  LORA_ASSERT_OK_AND_ASSIGN(const std::optional<LoraConfig> config,
+                            CoerceText("lora: {}"));
+  ASSERT_TRUE(config.has_value());
+  EXPECT_FALSE(config->enable);
+  EXPECT_EQ(config->rank, std::nullopt);
+  EXPECT_EQ(config->alpha, std::nullopt);
+  EXPECT_EQ(config->target_modules, std::nullopt);
+}
+
+TEST(LoraConfigTest, RefusesABlockThatIsNoMapping) {
+  struct Case {
+    const char* text;
+    const char* got;
+  };
+  const std::vector<Case> cases = {
+      {"lora: []", "a list"},     {"lora: [rank]", "a list"},
+      {"lora: true", "true"},     {"lora: 16", "16"},
+      {"lora: \"on\"", "\"on\""},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.text);
+    EXPECT_THAT(
+        CoerceText(c.text),
+        StatusIs(absl::StatusCode::kInvalidArgument,
+                 absl::StrCat("train.yaml:1:7: models.student.lora must "
+                              "be a mapping, got ",
+                              c.got)));
+  }
+}
+
+TEST(LoraConfigTest, EnableIsAPlainBoolean) {
+  struct Case {
+    const char* text;
+    bool enable;
+  };
+  for (const Case& c : std::vector<Case>{{"true", true},
+                                         {"yes", true},
+                                         {"on", true},
+                                         {"True", true},
+                                         {"false", false},
+                                         {"no", false},
+                                         {"off", false},
+                                         {"null", false},
+                                         {"~", false},
+                                         {"", false}}) {
+    SCOPED_TRACE(c.text);
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const std::optional<LoraConfig> config,
+        CoerceText(absl::StrCat("lora:\n  rank: 4\n  enable: ", c.text)));
+    EXPECT_EQ(config->enable, c.enable);
+  }
+  for (const char* text : {"\"false\"", "\"true\"", "\"yes\"", "1", "2", "0",
+                           "y", "n", "[true]", "enabled"}) {
+    SCOPED_TRACE(text);
+    EXPECT_THAT(
+        CoerceText(absl::StrCat("lora:\n  rank: 4\n  enable: ", text)),
+        StatusIs(absl::StatusCode::kInvalidArgument,
+                 HasSubstr("train.yaml:3:11: models.student.lora.enable "
+                           "must be true or false without quotes, got ")));
+  }
+}
+
+TEST(LoraConfigTest, RankIsAPositiveInteger) {
+  struct Case {
+    const char* text;
+    int64_t rank;
+  };
+  for (const Case& c : std::vector<Case>{{"1", 1},
+                                         {"16", 16},
+                                         {"\"16\"", 16},
+                                         {"16.0", 16},
+                                         {"1e3", 1000},
+                                         {"2147483647", 2147483647}}) {
+    SCOPED_TRACE(c.text);
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const std::optional<LoraConfig> config,
+        CoerceText(Enabled(absl::StrCat("rank: ", c.text))));
+    EXPECT_EQ(config->rank, c.rank);
+  }
+
+  struct BadCase {
+    const char* text;
+    const char* message;
+  };
+  for (const BadCase& c : std::vector<BadCase>{
+           {"0", "a positive integer, got 0"},
+           {"-1", "a positive integer, got -1"},
+           {"16.7", "a positive integer, got 16.7"},
+           {"2.7", "a positive integer, got 2.7"},
+           {"true", "a positive integer, got true"},
+           {".nan", "a positive integer, got .nan"},
+           {"nan", "a positive integer, got nan"},
+           {".inf", "a positive integer, got .inf"},
+           {"sixteen", "a positive integer, got sixteen"},
+           {"[16]", "a positive integer, got a list"},
+           {"99999999999999999999",
+            "a positive integer, got 99999999999999999999 (out of range)"},
+           {"2147483648", "at most 2147483647, got 2147483648"},
+       }) {
+    SCOPED_TRACE(c.text);
+    EXPECT_THAT(
+        CoerceText(Enabled(absl::StrCat("rank: ", c.text))),
+        StatusIs(absl::StatusCode::kInvalidArgument,
+                 absl::StrCat("train.yaml:3:9: models.student.lora.rank "
+                              "must be ",
+                              c.message)));
+  }
+}
+
+TEST(LoraConfigTest, EnableWithoutRankIsAnError) {
+  EXPECT_THAT(CoerceText(Enabled("alpha: 8")),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       "train.yaml:2:3: models.student.lora.rank must be a "
+                       "positive integer when enable is true, got nothing"));
+  EXPECT_THAT(CoerceText(Enabled("rank: null")),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       "train.yaml:3:3: models.student.lora.rank must be a "
+                       "positive integer when enable is true, got null"));
+}
+
+TEST(LoraConfigTest, AlphaIsAPositiveNumber) {
+  struct Case {
+    const char* text;
+    double alpha;
+  };
+  for (const Case& c : std::vector<Case>{
+           {"32", 32}, {"0.5", 0.5}, {"\"32\"", 32}, {"1e-2", 0.01}}) {
+    SCOPED_TRACE(c.text);
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const std::optional<LoraConfig> config,
+        CoerceText(Enabled(absl::StrCat("rank: 16\n  alpha: ", c.text))));
+    EXPECT_EQ(config->alpha, c.alpha);
+    EXPECT_EQ(config->EffectiveAlpha(), c.alpha);
+  }
+  for (const char* text : {"0", "0.0", "-8", "true", ".nan", ".inf", "-.inf",
+                           "1e999", "large", "[32]"}) {
+    SCOPED_TRACE(text);
+    EXPECT_THAT(CoerceText(Enabled(absl::StrCat("rank: 16\n  alpha: ", text))),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("train.yaml:4:10: models.student.lora.alpha "
+                                   "must be a positive number, got ")));
+  }
+}
+
+TEST(LoraConfigTest, AlphaDefaultsToRank) {
+  for (const char* fields : {"rank: 16", "rank: 16\n  alpha: null"}) {
+    SCOPED_TRACE(fields);
+    LORA_ASSERT_OK_AND_ASSIGN(const std::optional<LoraConfig> config,
+                              CoerceText(Enabled(fields)));
+    EXPECT_EQ(config->alpha, std::nullopt);
+    EXPECT_EQ(config->EffectiveAlpha(), 16.0);
+  }
+  EXPECT_EQ(LoraConfig().EffectiveAlpha(), 0.0);
+}
+
+TEST(LoraConfigTest, TargetModulesAreNames) {
+  struct Case {
+    const char* text;
+    Targets targets;
+  };
+  for (const Case& c :
+       std::vector<Case>{{"[to_q, to_k]", {{"to_q", "to_k"}}},
+                         {"to_q", {{"to_q"}}},
+                         {"all-linear", {{"all-linear"}}},
+                         {"\"to_q\"", {{"to_q"}}},
+                         {"[to_q, to_k, to_q]", {{"to_q", "to_k"}}},
+                         {"[\"0\"]", {{"0"}}},
+                         {"[]", {std::vector<std::string>()}},
+                         {"null", std::nullopt},
+                         {"", std::nullopt}}) {
+    SCOPED_TRACE(c.text);
+    LORA_ASSERT_OK_AND_ASSIGN(const std::optional<LoraConfig> config,
+                              CoerceText(Enabled(absl::StrCat(
+                                  "rank: 16\n  target_modules: ", c.text))));
+    EXPECT_EQ(config->target_modules, c.targets);
+  }
+
+  struct BadCase {
+    const char* text;
+    const char* message;
+  };
+  for (const BadCase& c : std::vector<BadCase>{
+           {"\"\"", "4:19: models.student.lora.target_modules must be "},
+           {"16", "4:19: models.student.lora.target_modules must be "},
+           {"{a: b}", "4:19: models.student.lora.target_modules must be "},
+           {"[to_q, \"\"]",
+            "4:26: models.student.lora.target_modules[1] must "},
+           {"[0]", "4:20: models.student.lora.target_modules[0] must be "},
+           {"[to_q, [to_k]]", "models.student.lora.target_modules[1] must be "},
+       }) {
+    SCOPED_TRACE(c.text);
+    EXPECT_THAT(
+        CoerceText(
+            Enabled(absl::StrCat("rank: 16\n  target_modules: ", c.text))),
+        StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(c.message)));
+  }
+}
+
+TEST(LoraConfigTest, DisabledBlockChecksTypesButNotRanges) {
+  for (const char* fields :
+       {"rank: 0", "rank: -1", "rank: 99999999999", "alpha: 0", "alpha: -8"}) {
+    SCOPED_TRACE(fields);
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const std::optional<LoraConfig> config,
+        CoerceText(absl::StrCat("lora: {enable: false, ", fields, "}")));
+    EXPECT_FALSE(config->enable);
+  }
+  for (const char* fields :
+       {"rank: many", "rank: 16.7", "rank: true", "alpha: loud", "alpha: .nan",
+        "target_modules: [0]"}) {
+    SCOPED_TRACE(fields);
+    EXPECT_THAT(CoerceText(absl::StrCat("lora: {", fields, "}")),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("models.student.lora.")));
+  }
+}
+
+TEST(LoraConfigTest, DisabledBlockLogsThatItsRankIsIgnored) {
+  LogCapture logs;
+  ASSERT_THAT(CoerceText("lora: {rank: 16}"), IsOk());
+  EXPECT_THAT(logs.Messages(LogLevel::kInfo),
+              ElementsAre("models.student.lora.rank=16 is set but "
+                          "models.student.lora.enable is false: the rank is "
+                          "ignored and LoRA will NOT be applied"));
+  ASSERT_THAT(CoerceText("lora: {alpha: 16}"), IsOk());
+  ASSERT_THAT(CoerceText("lora: {enable: true, rank: 16}"), IsOk());
+  EXPECT_THAT(logs.Records(), ::testing::SizeIs(1));
+}
+
+TEST(LoraConfigTest, WarnsOfUnknownKeysAndIgnoresThem) {
+  LogCapture logs;
+  LORA_ASSERT_OK_AND_ASSIGN(
+      const std::optional<LoraConfig> config,
+      CoerceText(Enabled("rank: 16\n  zoom: 2\n  alhpa: 32")));
+  EXPECT_EQ(config->rank, 16);
+  EXPECT_EQ(config->alpha, std::nullopt);
+  EXPECT_THAT(logs.Messages(LogLevel::kWarning),
+              ElementsAre("train.yaml:2:3: models.student.lora has unknown "
+                          "keys: alhpa (did you mean alpha?), zoom; valid "
+                          "keys: enable, rank, alpha, target_modules "
+                          "(ignored)"));
+}
+
+TEST(LoraConfigTest, ReportsAllProblemsOfABlock) {
+  EXPECT_THAT(
+      CoerceText("lora:\n  enable: \"true\"\n  rank: 16.7\n  alpha: true\n"),
+      StatusIs(absl::StatusCode::kInvalidArgument,
+               "train.yaml:2:11: models.student.lora.enable must be true or "
+               "false without quotes, got \"true\"\n"
+               "train.yaml:3:9: models.student.lora.rank must be a positive "
+               "integer, got 16.7\n"
+               "train.yaml:4:10: models.student.lora.alpha must be a positive "
+               "number, got true"));
+  EXPECT_THAT(CoerceText(Enabled("rank: 0\n  alpha: -1")),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       "train.yaml:3:9: models.student.lora.rank must be a "
+                       "positive integer, got 0\n"
+                       "train.yaml:4:10: models.student.lora.alpha must be a "
+                       "positive number, got -1"));
+}
+
+TEST(LoraConfigTest, RefusesDuplicateKeysOfANodeThatYamlCppLoaded) {
+  const YAML::Node node = YAML::Load("enable: true\nrank: 8\nrank: 16\n");
+  EXPECT_THAT(LoraConfig::Coerce(node, "train.yaml", "models.student.lora"),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       "train.yaml:3:1: the key \"rank\" is given twice, first "
+                       "on line 2"));
+}
+
+// Configs built in code.
+
+TEST(LoraConfigTest, ValidateChecksAnEnabledConfig) {
+  struct Case {
+    const char* name;
+    LoraConfig config;
+    const char* message;  // "": valid.
+  };
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double inf = std::numeric_limits<double>::infinity();
+  const std::vector<Case> cases = {
+      {"default", {}, ""},
+      {"full", {true, 16, 0.5, {{"to_q"}}}, ""},
+      {"no targets", {true, 16, 0.5, std::vector<std::string>()}, ""},
+      {"no rank",
+       {true, {}, {}, {}},
+       "lora.rank must be a positive integer when enable is true, got nothing"},
+      {"rank 0",
+       {true, 0, {}, {}},
+       "lora.rank must be a positive integer, got 0"},
+      {"rank -1",
+       {true, -1, {}, {}},
+       "lora.rank must be a positive integer, got -1"},
+      {"rank 2^31",
+       {true, int64_t{1} << 31, {}, {}},
+       "lora.rank must be at most 2147483647, got 2147483648"},
+      {"alpha 0",
+       {true, 1, 0.0, {}},
+       "lora.alpha must be a positive number, got 0"},
+      {"alpha -8",
+       {true, 1, -8.0, {}},
+       "lora.alpha must be a positive number, got -8"},
+      {"alpha nan",
+       {true, 1, nan, {}},
+       "lora.alpha must be a positive number, got nan"},
+      {"alpha inf",
+       {true, 1, inf, {}},
+       "lora.alpha must be a positive number, got inf"},
+      {"an empty target",
+       {true, 1, {}, {{"to_q", ""}}},
+       "lora.target_modules must be strings that are not empty, got an empty "
+       "string"},
+      {"disabled with rank 0", {false, 0, -1.0, {{""}}}, ""},
+      {"everything",
+       {true, 0, 0.0, {}},
+       "lora.rank must be a positive integer, got 0\n"
+       "lora.alpha must be a positive number, got 0"},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.name);
+    const absl::Status expected = *c.message == '\0'
+                                      ? absl::OkStatus()
+                                      : absl::InvalidArgumentError(c.message);
+    EXPECT_EQ(c.config.Validate(), expected);
+    EXPECT_EQ(LoraConfig::Coerce(c.config).status(), expected);
+  }
+}
+
+TEST(LoraConfigTest, CoercePassesAConfigThrough) {
+  LogCapture logs;
+  LORA_ASSERT_OK_AND_ASSIGN(
+      const std::optional<LoraConfig> config,
+      LoraConfig::Coerce(LoraConfig{true, 16, 0.5, {{"to_q", "to_q"}}}));
+  EXPECT_TRUE(config->enable);
+  EXPECT_EQ(config->rank, 16);
+  EXPECT_EQ(config->alpha, 0.5);
+  EXPECT_EQ(config->target_modules, Targets({"to_q", "to_q"}));
+  EXPECT_THAT(logs.Records(), IsEmpty());
+
+  LORA_ASSERT_OK_AND_ASSIGN(const std::optional<LoraConfig> none,
+                            LoraConfig::Coerce(std::nullopt));
+  EXPECT_EQ(none.has_value(), false);
+}
+
+TEST(LoraConfigTest, CoerceLogsTheIgnoredRankOfAConfigBuiltInCode) {
+  LogCapture logs;
+  ASSERT_THAT(LoraConfig::Coerce(LoraConfig{false, 16, {}, {}}), IsOk());
+  EXPECT_THAT(logs.Messages(LogLevel::kInfo),
+              ElementsAre(HasSubstr("LoRA will NOT be applied")));
+}
+
+}  // namespace
+}  // namespace trainer_lora::config
