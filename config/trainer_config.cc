@@ -1,0 +1,90 @@
+#include "config/trainer_config.h"
+
+#include <cerrno>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "config/internal/status_macros.h"
+#include "config/yaml_reader.h"
+
+namespace trainer_lora::config {
+namespace {
+
+absl::StatusOr<std::string> ReadText(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::file_status status =
+      std::filesystem::status(path, error);
+  if (status.type() == std::filesystem::file_type::not_found) {
+    return absl::NotFoundError(absl::StrCat(path, ": no such file"));
+  }
+  if (std::filesystem::is_directory(status)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": is a directory, not a YAML file"));
+  }
+  errno = 0;
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    return absl::ErrnoToStatus(errno, absl::StrCat(path, ": can't be opened"));
+  }
+  // One byte more than allowed is enough for ParseYaml to refuse the rest.
+  std::string text(kMaxYamlBytes + 1, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (file.bad()) {
+    return absl::UnavailableError(absl::StrCat(path, ": can't be read"));
+  }
+  text.resize(static_cast<size_t>(file.gcount()));
+  return text;
+}
+
+RoleConfig ReadRole(const YamlMapping::Entry& entry, YamlErrors* errors) {
+  RoleConfig role;
+  role.name = entry.key;
+  role.node = entry.value;
+  const std::string path = absl::StrCat("models.", role.name);
+  YamlMapping mapping(entry.value, path, errors);
+  mapping.Read("trainable", &role.trainable);
+  const YAML::Node lora = mapping.ReadNode("lora");
+  role.lora = LoraConfig::Coerce(lora, absl::StrCat(path, ".lora"), errors);
+  if (role.lora && role.lora->enable && !role.trainable) {
+    errors->Add(lora.Mark(),
+                absl::StrCat(path, ".lora is enabled but ", path,
+                             ".trainable is false: set trainable to true, or "
+                             "enable to false"));
+  }
+  return role;
+}
+
+}  // namespace
+
+absl::StatusOr<TrainerConfig> TrainerConfig::Load(const std::string& path) {
+  LORA_ASSIGN_OR_RETURN(const std::string text, ReadText(path));
+  return Parse(text, path);
+}
+
+absl::StatusOr<TrainerConfig> TrainerConfig::Parse(absl::string_view text,
+                                                   absl::string_view file) {
+  TrainerConfig config;
+  config.file = std::string(file);
+  LORA_ASSIGN_OR_RETURN(config.root, ParseYaml(text, file));
+
+  YamlErrors errors(file);
+  YamlMapping root(config.root, "", &errors);
+  YamlMapping models = root.ReadMapping("models");
+  if (errors.size() == 0 && models.entries().empty()) {
+    root.Refuse("models", "a mapping with at least one role");
+  }
+  for (const YamlMapping::Entry& entry : models.entries()) {
+    if (entry.value.IsNull()) {
+      models.Refuse(entry.key, "a mapping");
+    } else {
+      config.models.push_back(ReadRole(entry, &errors));
+    }
+  }
+  LORA_RETURN_IF_ERROR(errors.ToStatus());
+  return config;
+}
+
+}  // namespace trainer_lora::config
