@@ -1,4 +1,5 @@
-// The contract of enable_lora_training and finalize_lora_training, rule by rule.
+// The contract of enable_lora_training and finalize_lora_training, rule by
+// rule.
 #include "lora/layer_replacement.h"
 
 #include <cmath>
@@ -11,9 +12,11 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "ATen/TensorOperators.h"
 #include "absl/status/status.h"
 #include "config/logging.h"
 #include "config/lora_config.h"
+#include "distributed/checkpoint/safetensors_file.h"
 #include "distributed/checkpoint/sharded_loader.h"
 #include "distributed/meta_device.h"
 #include "gmock/gmock.h"
@@ -49,8 +52,8 @@ struct AttentionImpl : torch::nn::Module {
     to_k = register_module(
         "to_k",
         ReplicatedLinear(torch::nn::LinearOptions(kWidth, kWidth).bias(false)));
-    register_module("norm", torch::nn::LayerNorm(
-                                torch::nn::LayerNormOptions({kWidth})));
+    register_module(
+        "norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
     register_module("act", torch::nn::GELU());
   }
   at::Tensor forward(const at::Tensor& x) { return to_q(x) + to_k(x); }
@@ -109,7 +112,7 @@ struct Snapshot {
       values.push_back(item.value().is_meta() ? item.value()
                                               : item.value().clone());
     }
-    for (const auto& item : model.named_modules()) {
+    for (const auto& item : model.named_modules({}, /*include_self=*/false)) {
       modules.emplace_back(item.key(), item.value().get());
       training.push_back(item.value()->is_training());
     }
@@ -139,11 +142,10 @@ TEST(EnableLoraTrainingTest, AdaptsTheTargetsAndFreezesTheRest) {
                             EnableLoraTraining(model, Options()));
   EXPECT_THAT(training.layer_names,
               ElementsAre("blocks.0.attn.to_q", "blocks.1.attn.to_q"));
-  EXPECT_THAT(TrainableNames(model),
-              ElementsAre("blocks.0.attn.to_q.lora_A",
-                          "blocks.0.attn.to_q.lora_B",
-                          "blocks.1.attn.to_q.lora_A",
-                          "blocks.1.attn.to_q.lora_B"));
+  EXPECT_THAT(
+      TrainableNames(model),
+      ElementsAre("blocks.0.attn.to_q.lora_A", "blocks.0.attn.to_q.lora_B",
+                  "blocks.1.attn.to_q.lora_A", "blocks.1.attn.to_q.lora_B"));
   EXPECT_TRUE(model.is_training());
 }
 
@@ -294,9 +296,9 @@ TEST(EnableLoraTrainingTest, ErrorsLeaveTheModelAsItWas) {
     Model model;
     model.eval();
     const Snapshot before(model);
-    EXPECT_THAT(EnableLoraTraining(model, test.options),
-                StatusIs(absl::StatusCode::kInvalidArgument,
-                         HasSubstr(test.message)))
+    EXPECT_THAT(
+        EnableLoraTraining(model, test.options),
+        StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(test.message)))
         << test.name;
     EXPECT_TRUE(before == Snapshot(model)) << test.name;
   }
@@ -343,11 +345,11 @@ TEST(EnableLoraTrainingTest, ASharedLayerHasOneAdapterAndAnAliasForEachName) {
   LORA_ASSERT_OK_AND_ASSIGN(const LoraTraining training,
                             EnableLoraTraining(model, Options()));
   EXPECT_THAT(training.layer_names, ElementsAre("encoder_to_q"));
-  EXPECT_THAT(TrainableNames(model), ElementsAre("encoder_to_q.lora_A",
-                                                 "encoder_to_q.lora_B"));
+  EXPECT_THAT(TrainableNames(model),
+              ElementsAre("encoder_to_q.lora_A", "encoder_to_q.lora_B"));
   EXPECT_EQ(training.checkpoint_key_aliases.size(), 4);
-  EXPECT_EQ(std::string(training.checkpoint_key_aliases.Resolve(
-                "decoder_to_q.weight")),
+  EXPECT_EQ(std::string(
+                training.checkpoint_key_aliases.Resolve("decoder_to_q.weight")),
             "decoder_to_q.base_layer.weight");
 }
 
@@ -390,8 +392,9 @@ TEST(EnableLoraTrainingTest, BothPathsOnRealAndMetaModelsGiveTheSameModel) {
       if (on_meta) meta.emplace();
       model = std::make_unique<Model>();
     }
-    LORA_ASSERT_OK_AND_ASSIGN(LoraTraining training,
-                              EnableLoraTraining(*model, Options({"to_q"}, true)));
+    LORA_ASSERT_OK_AND_ASSIGN(
+        LoraTraining training,
+        EnableLoraTraining(*model, Options({"to_q"}, true)));
     EXPECT_EQ(TrainableNames(*model).size(), 4);
     if (on_meta) {
       EXPECT_THAT(FinalizeLoraTraining(*model),
@@ -483,9 +486,9 @@ TEST(LoraTrainingOptionsTest, TakesRankAlphaAndTargetsFromTheConfig) {
 TEST(LoraTrainingOptionsTest, RefusesADisabledOrBrokenConfig) {
   config::LoraConfig config;
   config.rank = 16;
-  EXPECT_THAT(LoraTrainingOptions::FromConfig(config),
-              StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr("disabled")));
+  EXPECT_THAT(
+      LoraTrainingOptions::FromConfig(config),
+      StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("disabled")));
   config.enable = true;
   config.rank = 0;
   EXPECT_THAT(LoraTrainingOptions::FromConfig(config),

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "ATen/TensorOperators.h"
 #include "absl/status/status.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -63,9 +64,9 @@ TEST(LoraLayerTest, AdoptionRenamesTheStateAndKeepsTheModule) {
   LoraLayer* const before = layer.get();
   Adopt(*layer);
   EXPECT_EQ(layer.get(), before);
-  EXPECT_THAT(Keys(layer->named_parameters()),
-              ElementsAre("lora_A", "lora_B", "base_layer.weight",
-                          "base_layer.bias"));
+  EXPECT_THAT(
+      Keys(layer->named_parameters()),
+      ElementsAre("lora_A", "lora_B", "base_layer.weight", "base_layer.bias"));
   EXPECT_TRUE(layer->weight().is_same(weight));
   EXPECT_THAT(layer->lora_A().sizes(), ElementsAre(2, 5));
   EXPECT_THAT(layer->lora_B().sizes(), ElementsAre(7, 2));
@@ -216,8 +217,8 @@ TEST(LoraLayerTest, RefusesAnAdapterOutOfRange) {
                 StatusIs(absl::StatusCode::kInvalidArgument,
                          HasSubstr("rank must be > 0")));
   }
-  for (const double alpha : {0.0, -8.0, std::nan(""),
-                             std::numeric_limits<double>::infinity()}) {
+  for (const double alpha :
+       {0.0, -8.0, std::nan(""), std::numeric_limits<double>::infinity()}) {
     EXPECT_THAT(layer->EmptyAdapter(1, alpha),
                 StatusIs(absl::StatusCode::kInvalidArgument,
                          HasSubstr("alpha must be finite and > 0")));

@@ -54,10 +54,10 @@ TEST(TargetMatcherTest, SelectsByPartOfTheFullName) {
 TEST(TargetMatcherTest, AnEmptyListMeansTheContractsDefaults) {
   LORA_ASSERT_OK_AND_ASSIGN(const TargetMatcher matcher,
                             TargetMatcher::Create({}, {}));
-  EXPECT_THAT(matcher.targets(),
-              ElementsAre("q_proj", "k_proj", "v_proj", "o_proj", "to_q",
-                          "to_k", "to_v", "to_out", "to_qkv",
-                          "to_gate_compress"));
+  EXPECT_THAT(
+      matcher.targets(),
+      ElementsAre("q_proj", "k_proj", "v_proj", "o_proj", "to_q", "to_k",
+                  "to_v", "to_out", "to_qkv", "to_gate_compress"));
 }
 
 TEST(TargetMatcherTest, MergesRepetitionsInTheOrderGiven) {
