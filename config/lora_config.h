@@ -12,7 +12,7 @@
 //       LoraConfig::Coerce(root["models"]["student"]["lora"], "train.yaml",
 //                          "models.student.lora");
 //   if (!lora.ok()) return lora.status();
-//   if (lora->has_value() && (*lora)->enable) Train((*lora)->EffectiveAlpha());
+//   const bool enabled = lora->has_value() && (*lora)->enable;
 //
 // `enable` alone turns LoRA on; a rank by itself never does.
 #ifndef TRAINER_LORA_CONFIG_LORA_CONFIG_H_

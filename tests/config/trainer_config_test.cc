@@ -32,11 +32,13 @@ std::string Testdata(const std::string& name) {
                       std::getenv("TEST_WORKSPACE"), "/tests/testdata/", name);
 }
 
-// A path of this test case's own.
+// A path of this test case's own, with nothing there.
 std::string TempPath() {
   const auto* info = testing::UnitTest::GetInstance()->current_test_info();
-  return absl::StrCat(testing::TempDir(), "/", info->test_suite_name(), ".",
-                      info->name());
+  const std::string path = absl::StrCat(
+      testing::TempDir(), "/", info->test_suite_name(), ".", info->name());
+  std::filesystem::remove_all(path);  // What an earlier run left.
+  return path;
 }
 
 std::vector<std::string> RoleNames(const TrainerConfig& config) {

@@ -194,10 +194,11 @@ quoted: {"<<": 7}
   };
   EXPECT_EQ(rank(root["own_key_first"]), 32);
   EXPECT_EQ(root["own_key_first"]["alpha"].as<int>(), 16);
-  EXPECT_FALSE(root["own_key_first"]["<<"].IsDefined());
+  EXPECT_EQ(root["own_key_first"].size(), 2);
   EXPECT_EQ(rank(root["own_key_last"]), 32);
   EXPECT_EQ(root["own_key_last"]["alpha"].as<int>(), 16);
   EXPECT_EQ(rank(root["first_source_wins"]), 8);
+  EXPECT_EQ(root["first_source_wins"].size(), 3);
   EXPECT_EQ(root["first_source_wins"]["seed"].as<int>(), 1);
   EXPECT_EQ(rank(root["of_a_chain"]), 8);
   EXPECT_EQ(root["of_a_chain"]["seed"].as<int>(), 2);
