@@ -1,0 +1,123 @@
+// Reads and writes files in the safetensors format:
+// https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON
+// header, then the tensors' bytes, little-endian, row-major, without gaps).
+//
+//   absl::StatusOr<SafetensorsFile> file =
+//       SafetensorsFile::Open("model.safetensors");
+//   if (!file.ok()) return file.status();
+//   for (const TensorInfo& tensor : file->tensors()) {
+//     std::vector<char> bytes(tensor.byte_size);
+//     absl::Status status = file->Read(tensor, 0, absl::MakeSpan(bytes));
+//   }
+//
+//   const float scale[] = {0.5f, 2.0f};
+//   absl::Status status = WriteSafetensors(
+//       "scale.safetensors", {{"scale", TensorDtype::kF32, {2}, scale}},
+//       {{"format", "pt"}});
+#ifndef TRAINER_LORA_DISTRIBUTED_CHECKPOINT_SAFETENSORS_FILE_H_
+#define TRAINER_LORA_DISTRIBUTED_CHECKPOINT_SAFETENSORS_FILE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "config/language_version.h"
+
+namespace trainer_lora::distributed {
+
+// The element types that are read and written. In the format's own order,
+// which decides where a writer puts a tensor.
+enum class TensorDtype { kF16, kBF16, kF32, kI64 };
+
+// The format's name of a type, such as "BF16".
+absl::string_view TensorDtypeName(TensorDtype dtype);
+
+// Bytes an element.
+int64_t TensorDtypeSize(TensorDtype dtype);
+
+// One tensor of a file.
+struct TensorInfo {
+  std::string name;
+  TensorDtype dtype;
+  std::vector<int64_t> shape;  // Empty for a scalar.
+  uint64_t byte_offset;        // Of its first byte, from the file's start.
+  uint64_t byte_size;
+};
+
+// An open file whose header was checked. Movable. The const members may be
+// called from several threads at once. Replacing the file by a rename does not
+// disturb an open one; writing into it or cutting it does.
+class SafetensorsFile {
+ public:
+  // Opens `path` and reads its header. kNotFound if there is no such file;
+  // kDataLoss, naming the file, the tensor and what is wrong, if the header is
+  // broken, if the tensors do not fill the file exactly, or if a tensor has a
+  // type that is not in TensorDtype.
+  static absl::StatusOr<SafetensorsFile> Open(const std::string& path);
+
+  SafetensorsFile(SafetensorsFile&& other) noexcept;
+  SafetensorsFile& operator=(SafetensorsFile&& other) noexcept;
+  ~SafetensorsFile();
+
+  const std::string& path() const { return path_; }
+
+  // In the order of their bytes in the file; empty ones at the same place by
+  // name.
+  const std::vector<TensorInfo>& tensors() const { return tensors_; }
+
+  // The tensor called `name`, or nullptr. Owned by this object.
+  const TensorInfo* Find(absl::string_view name) const;
+
+  // The header's "__metadata__".
+  const std::map<std::string, std::string>& metadata() const {
+    return metadata_;
+  }
+
+  // Fills `destination` with the bytes of `tensor`, one of tensors(), from its
+  // byte `byte_offset` on. kOutOfRange if the tensor has fewer; kDataLoss if
+  // they can't be read. After an error `destination` holds anything.
+  absl::Status Read(const TensorInfo& tensor, uint64_t byte_offset,
+                    absl::Span<char> destination) const;
+
+ private:
+  SafetensorsFile(std::string path, int descriptor)
+      : path_(std::move(path)), descriptor_(descriptor) {}
+
+  absl::Status ReadHeader();
+
+  std::string path_;
+  int descriptor_;
+  std::vector<TensorInfo> tensors_;
+  std::map<std::string, size_t, std::less<>> index_;  // Name -> tensors_[i].
+  std::map<std::string, std::string> metadata_;
+};
+
+// A tensor to be written: `data` points to its elements, row-major and without
+// gaps, and may be null if there are none.
+struct TensorView {
+  std::string name;
+  TensorDtype dtype;
+  std::vector<int64_t> shape;
+  const void* data;
+};
+
+// Writes `path`, byte for byte as the Python library does (which shuffles the
+// metadata, where here it is sorted by key). The file appears, or is replaced,
+// whole: after an error what was there before is there still, and nothing else.
+// kInvalidArgument if two tensors have one name or share memory (the error
+// names both), if a shape is negative or too large, or if a name is not UTF-8.
+absl::Status WriteSafetensors(
+    const std::string& path, absl::Span<const TensorView> tensors,
+    const std::map<std::string, std::string>& metadata);
+
+}  // namespace trainer_lora::distributed
+
+#endif  // TRAINER_LORA_DISTRIBUTED_CHECKPOINT_SAFETENSORS_FILE_H_
