@@ -1,0 +1,242 @@
+#include "examples/sentence_encoder/trainer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "config/logging.h"
+#include "distributed/checkpoint/sharded_loader.h"
+#include "distributed/collectives.h"
+#include "distributed/grad_norm.h"
+#include "distributed/meta_device.h"
+#include "examples/sentence_encoder/sentence_batch.h"
+#include "lora/adapter_file.h"
+#include "lora/layer_replacement.h"
+#include "lora/lora_gradient_sync.h"
+
+namespace trainer_lora::examples {
+namespace {
+
+constexpr char kBaseModel[] = "sentence-transformers/all-MiniLM-L6-v2";
+
+// The component's way from a checkpoint to a model that trains: build without
+// memory, put the adapters in, load the base weights under their new names,
+// initialize the adapters, freeze the rest, make the ranks alike.
+absl::StatusOr<BertEncoder> LoadEncoder(
+    const TrainingConfig& config, const TrainingFiles& files,
+    std::shared_ptr<const distributed::DeviceMesh> mesh) {
+  absl::StatusOr<BertConfig> bert_config = BertConfig::Load(files.model_config);
+  if (!bert_config.ok()) return bert_config.status();
+  BertEncoder encoder = nullptr;
+  {
+    const distributed::MetaDeviceGuard meta_device;
+    encoder = BertEncoder(*bert_config);
+  }
+
+  absl::StatusOr<lora::LoraTrainingOptions> options =
+      lora::LoraTrainingOptions::FromConfig(config.lora);
+  if (!options.ok()) return options.status();
+  options->prepare_for_fsdp = true;
+  options->initialization.seed = static_cast<uint64_t>(config.seed);
+  absl::StatusOr<lora::LoraTraining> training =
+      lora::EnableLoraTraining(*encoder, *options);
+  if (!training.ok()) return training.status();
+
+  distributed::LoadCheckpointOptions load_options;
+  load_options.aliases = training->checkpoint_key_aliases;
+  load_options.missing_parameter_initializer =
+      training->missing_parameter_initializer;
+  load_options.ignored_patterns = {"embeddings\\.position_ids", "pooler\\..*"};
+  const auto report =
+      distributed::LoadCheckpoint(*encoder, files.checkpoint, load_options);
+  if (!report.ok()) return report.status();
+
+  const auto layers = lora::FinalizeLoraTraining(*encoder);
+  if (!layers.ok()) return layers.status();
+  if (mesh != nullptr) {
+    const absl::Status replicated =
+        lora::ReplicateLoraParameters(*encoder, std::move(mesh));
+    if (!replicated.ok()) return replicated;
+  }
+  return encoder;
+}
+
+std::vector<at::Tensor> TrainableTensors(const BertEncoder& encoder) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& item : lora::TrainableParameters(*encoder)) {
+    tensors.push_back(item.parameter);
+  }
+  return tensors;
+}
+
+int64_t CountElements(const std::vector<at::Tensor>& tensors) {
+  return std::accumulate(
+      tensors.begin(), tensors.end(), int64_t{0},
+      [](int64_t sum, const at::Tensor& t) { return sum + t.numel(); });
+}
+
+// A permutation of [0, size) that is the same on every rank and platform, which
+// std::shuffle is not.
+std::vector<int64_t> Shuffled(int64_t size, uint64_t seed) {
+  std::vector<int64_t> order(size);
+  std::iota(order.begin(), order.end(), 0);
+  std::mt19937_64 generator(seed);
+  for (int64_t i = size - 1; i > 0; --i) {
+    std::swap(order[i], order[generator() % static_cast<uint64_t>(i + 1)]);
+  }
+  return order;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Create(
+    const TrainingConfig& config, const TrainingFiles& files,
+    std::shared_ptr<const distributed::DeviceMesh> mesh) {
+  absl::StatusOr<WordPieceTokenizer> tokenizer =
+      WordPieceTokenizer::Load(files.vocabulary);
+  if (!tokenizer.ok()) return tokenizer.status();
+  absl::StatusOr<std::vector<GlossPair>> pairs =
+      LoadNounDefinitions(files.wordnet_nouns);
+  if (!pairs.ok()) return pairs.status();
+  absl::StatusOr<GlossSplit> split = SplitHeldOut(
+      *std::move(pairs), static_cast<int>(config.held_out), config.seed);
+  if (!split.ok()) return split.status();
+  absl::StatusOr<BertEncoder> encoder = LoadEncoder(config, files, mesh);
+  if (!encoder.ok()) return encoder.status();
+  return std::unique_ptr<Trainer>(
+      new Trainer(config, *std::move(tokenizer), *std::move(split),
+                  *std::move(encoder), std::move(mesh)));
+}
+
+Trainer::Trainer(const TrainingConfig& config, WordPieceTokenizer tokenizer,
+                 GlossSplit pairs, BertEncoder encoder,
+                 std::shared_ptr<const distributed::DeviceMesh> mesh)
+    : config_(config),
+      tokenizer_(std::move(tokenizer)),
+      pairs_(std::move(pairs)),
+      encoder_(std::move(encoder)),
+      mesh_(std::move(mesh)),
+      trainable_(TrainableTensors(encoder_)),
+      optimizer_(trainable_,
+                 torch::optim::AdamWOptions(config.optimizer.learning_rate)
+                     .weight_decay(config.optimizer.weight_decay)) {}
+
+int64_t Trainer::world_size() const {
+  return mesh_ == nullptr ? 1 : mesh_->size();
+}
+
+int64_t Trainer::rank() const { return mesh_ == nullptr ? 0 : mesh_->rank(); }
+
+absl::StatusOr<StepResult> Trainer::Step() {
+  const double warmup = static_cast<double>(config_.optimizer.warmup_steps);
+  const double rate = config_.optimizer.learning_rate *
+                      std::min(1.0, (steps_done_ + 1) / std::max(1.0, warmup));
+  optimizer_.param_groups()[0].options().set_lr(rate);
+
+  const double rank_loss = AccumulateGradients();
+  const auto synchronized = lora::SyncReplicatedLoraGradients(*encoder_);
+  if (!synchronized.ok()) return synchronized.status();
+  const auto norm =
+      distributed::ClipGradNorm(trainable_, config_.max_grad_norm);
+  if (!norm.ok()) return norm.status();
+  // The gradients are the same on every rank, so all ranks skip or none.
+  if (std::isfinite(*norm)) optimizer_.step();
+  optimizer_.zero_grad();
+
+  const auto loss = MeanOverRanks(rank_loss);
+  if (!loss.ok()) return loss.status();
+  ++steps_done_;
+  return StepResult{
+      *loss, *norm,
+      world_size() * config_.gradient_accumulation_steps * config_.batch_size};
+}
+
+double Trainer::AccumulateGradients() {
+  const int64_t count = config_.gradient_accumulation_steps;
+  double loss_sum = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    // Neighbouring micro-batches go to different ranks: two ranks then see what
+    // one rank with two accumulation steps sees.
+    const int64_t micro_batch =
+        (steps_done_ * count + i) * world_size() + rank();
+    const at::Tensor loss = MicroBatchLoss(micro_batch);
+    (loss / static_cast<double>(count)).backward();
+    loss_sum += loss.item<double>();
+  }
+  return loss_sum / static_cast<double>(count);
+}
+
+at::Tensor Trainer::MicroBatchLoss(int64_t micro_batch) {
+  std::vector<std::string> definitions;
+  std::vector<std::string> lemmas;
+  for (int64_t i = 0; i < config_.batch_size; ++i) {
+    const GlossPair& pair = PairAt(micro_batch * config_.batch_size + i);
+    definitions.push_back(pair.definition);
+    lemmas.push_back(pair.lemma);
+  }
+  const auto embed = [this](const std::vector<std::string>& sentences) {
+    return EmbedBatch(encoder_,
+                      PadSentences(Tokenize(sentences), tokenizer_.pad_id()));
+  };
+  return ContrastiveLoss(embed(definitions), embed(lemmas));
+}
+
+const GlossPair& Trainer::PairAt(int64_t index) {
+  const int64_t size = static_cast<int64_t>(pairs_.train.size());
+  if (const int64_t epoch = index / size; epoch != epoch_) {
+    epoch_ = epoch;
+    epoch_order_ = Shuffled(size, static_cast<uint64_t>(config_.seed + epoch));
+  }
+  return pairs_.train[epoch_order_[index % size]];
+}
+
+absl::StatusOr<double> Trainer::MeanOverRanks(double value) const {
+  if (mesh_ == nullptr) return value;
+  const auto sum =
+      distributed::AllReduce(*mesh_, value, distributed::ReduceOp::kSum);
+  if (!sum.ok()) return sum.status();
+  return *sum / static_cast<double>(world_size());
+}
+
+std::vector<std::vector<int64_t>> Trainer::Tokenize(
+    const std::vector<std::string>& sentences) const {
+  std::vector<std::vector<int64_t>> tokenized;
+  tokenized.reserve(sentences.size());
+  for (const std::string& sentence : sentences) {
+    tokenized.push_back(
+        tokenizer_.Encode(sentence, static_cast<int>(config_.max_length)));
+  }
+  return tokenized;
+}
+
+RetrievalMetrics Trainer::Evaluate() {
+  std::vector<std::string> definitions;
+  std::vector<std::string> lemmas;
+  for (const GlossPair& pair : pairs_.held_out) {
+    definitions.push_back(pair.definition);
+    lemmas.push_back(pair.lemma);
+  }
+  const auto embed = [this](const std::vector<std::string>& sentences) {
+    return EmbedSentences(encoder_, Tokenize(sentences), tokenizer_.pad_id());
+  };
+  return EvaluateRetrieval(embed(definitions), embed(lemmas));
+}
+
+absl::Status Trainer::Save(const std::string& folder) const {
+  return lora::SaveAdapter(*encoder_, folder,
+                           {kBaseModel, "FEATURE_EXTRACTION"});
+}
+
+int64_t Trainer::num_trainable_parameters() const {
+  return CountElements(trainable_);
+}
+
+int64_t Trainer::num_parameters() const {
+  return CountElements(encoder_->parameters());
+}
+
+}  // namespace trainer_lora::examples

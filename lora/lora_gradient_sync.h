@@ -1,0 +1,54 @@
+// Keeps the adapters of data-parallel ranks alike: they start from the same
+// values, and every step averages their gradients.
+//
+//   LORA_RETURN_IF_ERROR(ReplicateLoraParameters(*model, mesh));  // once
+//   for (...) {
+//     loss.backward();
+//     LORA_RETURN_IF_ERROR(SyncReplicatedLoraGradients(*model).status());
+//     // clip, optimizer step, zero_grad
+//   }
+//
+// A hook on each parameter would not do: it fires on ranks whose loss used the
+// layer, and the ranks would then wait for each other with different tensors.
+#ifndef TRAINER_LORA_LORA_LORA_GRADIENT_SYNC_H_
+#define TRAINER_LORA_LORA_LORA_GRADIENT_SYNC_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "config/language_version.h"
+#include "distributed/device_mesh.h"
+
+namespace torch::nn {
+class Module;
+}  // namespace torch::nn
+
+namespace trainer_lora::lora {
+
+// Declares the adapter parameters of `model` replicated over `mesh`, and gives
+// every rank the values of the mesh's rank 0. Collective: every rank of the
+// mesh calls it, after loading and before training. Errors, after which the
+// model is as it was, on every rank alike where the ranks disagree:
+//   kInvalidArgument     `mesh` is null, or the model has no adapter
+//   kFailedPrecondition  the ranks' adapters differ in name, shape or dtype, or
+//                        one has no values yet (all that differs is named)
+//   kUnavailable, kDeadlineExceeded  a peer is lost or does not answer
+absl::Status ReplicateLoraParameters(
+    torch::nn::Module& model,
+    std::shared_ptr<const distributed::DeviceMesh> mesh);
+
+// Averages the gradient of every replicated adapter parameter that requires
+// grad over its mesh; a rank without the gradient contributes zeros and has it
+// afterwards. Call it on every rank, after the backward passes of a step and
+// before clipping. Doing it twice changes nothing, and gradients of a further
+// micro-batch may be accumulated on top in between. Returns the number of
+// parameters synchronized: 0, without a collective, for a model that was not
+// replicated. Errors as above; the gradients are then as they were.
+absl::StatusOr<int64_t> SyncReplicatedLoraGradients(
+    const torch::nn::Module& model);
+
+}  // namespace trainer_lora::lora
+
+#endif  // TRAINER_LORA_LORA_LORA_GRADIENT_SYNC_H_
