@@ -5,6 +5,7 @@
 #include <cmath>
 #include <map>
 #include <set>
+#include <sstream>
 #include <tuple>
 
 #include "absl/strings/ascii.h"
@@ -16,6 +17,7 @@
 #include "absl/strings/str_join.h"
 #include "config/internal/status_macros.h"
 #include "yaml-cpp/depthguard.h"
+#include "yaml-cpp/eventhandler.h"
 
 namespace trainer_lora::config {
 namespace {
@@ -345,15 +347,60 @@ bool IsIndentedWithTab(const std::string& text, int line) {
              .find('\t') != absl::string_view::npos;
 }
 
-// All documents in `text`; yaml-cpp's exceptions end here.
-absl::StatusOr<std::vector<YAML::Node>> LoadDocuments(
-    absl::string_view text, const YamlErrors& errors) {
+// Notes where documents start, and nothing else.
+class DocumentStarts : public YAML::EventHandler {
+ public:
+  const std::vector<YAML::Mark>& marks() const { return marks_; }
+
+  void OnDocumentStart(const YAML::Mark& mark) override {
+    marks_.push_back(mark);
+  }
+  void OnDocumentEnd() override {}
+  void OnNull(const YAML::Mark&, YAML::anchor_t) override {}
+  void OnAlias(const YAML::Mark&, YAML::anchor_t) override {}
+  void OnScalar(const YAML::Mark&, const std::string&, YAML::anchor_t,
+                const std::string&) override {}
+  void OnSequenceStart(const YAML::Mark&, const std::string&, YAML::anchor_t,
+                       YAML::EmitterStyle::value) override {}
+  void OnSequenceEnd() override {}
+  void OnMapStart(const YAML::Mark&, const std::string&, YAML::anchor_t,
+                  YAML::EmitterStyle::value) override {}
+  void OnMapEnd() override {}
+
+ private:
+  std::vector<YAML::Mark> marks_;
+};
+
+// The one document in `text`. YAML::LoadAll is of no use for that: it makes
+// documents without end of some malformed text.
+absl::StatusOr<YAML::Node> LoadDocument(const std::string& text,
+                                        const YamlErrors& errors) {
+  std::istringstream stream(text);
+  YAML::Parser parser(stream);
+  DocumentStarts starts;
+  if (parser.HandleNextDocument(starts)) parser.HandleNextDocument(starts);
+  if (starts.marks().size() > 1) {
+    return absl::InvalidArgumentError(
+        errors.Locate(starts.marks()[1],
+                      "a second document starts here; the file must hold one"));
+  }
+  YAML::Node document = YAML::Load(text);
+  if (document.IsNull()) {
+    return absl::InvalidArgumentError(
+        errors.Locate(YAML::Mark::null_mark(), "the file is empty"));
+  }
+  return document;
+}
+
+// The same with yaml-cpp's exceptions, which end here, as errors.
+absl::StatusOr<YAML::Node> TryLoadDocument(absl::string_view text,
+                                           const YamlErrors& errors) {
   // With an explicit end, a quoted string that is never closed is an error to
   // yaml-cpp; it would take the end of the file for a quote.
   const std::string terminated =
       absl::StrCat(text, absl::EndsWith(text, "\n") ? "" : "\n", "...\n");
   try {
-    return YAML::LoadAll(terminated);
+    return LoadDocument(terminated, errors);
   } catch (const YAML::DeepRecursion& e) {
     return absl::InvalidArgumentError(
         errors.Locate(e.mark, "nested too deeply"));
@@ -373,28 +420,18 @@ absl::StatusOr<std::vector<YAML::Node>> LoadDocuments(
 absl::StatusOr<YAML::Node> ParseYaml(absl::string_view text,
                                      absl::string_view file) {
   YamlErrors errors(file);
-  const YAML::Mark nowhere = YAML::Mark::null_mark();
   if (text.size() > kMaxYamlBytes) {
-    errors.Add(nowhere, absl::StrCat("the file is larger than ",
-                                     kMaxYamlBytes >> 20, " MiB"));
-    return errors.ToStatus();
+    return absl::InvalidArgumentError(errors.Locate(
+        YAML::Mark::null_mark(),
+        absl::StrCat("the file is larger than ", kMaxYamlBytes >> 20, " MiB")));
   }
   AddBadCharacter(text, &errors);
   LORA_RETURN_IF_ERROR(errors.ToStatus());
 
-  LORA_ASSIGN_OR_RETURN(std::vector<YAML::Node> documents,
-                        LoadDocuments(text, errors));
-  if (documents.size() > 1) {
-    errors.Add(documents[1].Mark(),
-               "a second document starts here; the file "
-               "must hold one");
-  } else if (documents.empty() || documents[0].IsNull()) {
-    errors.Add(nowhere, "the file is empty");
-  } else {
-    LORA_RETURN_IF_ERROR(TreeNormalizer(&errors).Visit(documents[0]));
-  }
+  LORA_ASSIGN_OR_RETURN(YAML::Node document, TryLoadDocument(text, errors));
+  LORA_RETURN_IF_ERROR(TreeNormalizer(&errors).Visit(document));
   LORA_RETURN_IF_ERROR(errors.ToStatus());
-  return documents[0];
+  return document;
 }
 
 void YamlErrors::Add(const YAML::Mark& mark, absl::string_view message) {
