@@ -17,6 +17,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/strings/string_view.h"
+#include "config/language_version.h"
 
 namespace trainer_lora::distributed {
 
