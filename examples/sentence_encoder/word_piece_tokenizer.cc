@@ -86,8 +86,8 @@ bool IsMark(CodePoint c) {
 
 // Ideographs, each of which is a word. Hangul and kana are not among them.
 bool IsIdeograph(CodePoint c) {
-  // The fifth range should start at U+2B820. The models were trained with
-  // U+2B920, so that is what is right for them.
+  // Unicode's sixth range starts at U+2B820. Hugging Face's tokenizer starts it
+  // at U+2B920, and its ids are what this one has to give.
   constexpr std::pair<CodePoint, CodePoint> kRanges[] = {
       {0x4E00, 0x9FFF},   {0x3400, 0x4DBF},   {0x20000, 0x2A6DF},
       {0x2A700, 0x2B73F}, {0x2B740, 0x2B81F}, {0x2B920, 0x2CEAF},
