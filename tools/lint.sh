@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Checks the format of C++ and Bazel files, and that packages depend on each other in one direction only. With --fix it
+# formats the files instead.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fix=false
+[[ "${1:-}" == --fix ]] && fix=true
+
+mapfile -t cc_files < <(git ls-files '*.h' '*.cc')
+mapfile -t bazel_files < <(git ls-files 'WORKSPACE' '*BUILD.bazel' '*.bzl' '*/WORKSPACE')
+buildifier() { npm exec --yes --package=@bazel/buildifier@8.2.1 -- buildifier "$@"; }
+
+if "${fix}"; then
+  clang-format -i "${cc_files[@]}"
+  buildifier "${bazel_files[@]}"
+else
+  clang-format --dry-run --Werror "${cc_files[@]}"
+  buildifier -mode=check "${bazel_files[@]}" || {
+    echo "lint: the files above are not formatted: run tools/lint.sh --fix" >&2
+    exit 1
+  }
+fi
+
+# config knows nothing of torch, distributed nothing of LoRA, and no library of an example or a test.
+forbid() {
+  local found
+  found="$(bazel query --noshow_progress "deps($1) intersect ($2)" 2>/dev/null)"
+  if [[ -n "${found}" ]]; then
+    echo "lint: $1 must not depend on ${found//$'\n'/, }" >&2
+    exit 1
+  fi
+}
+bazel query --noshow_progress //... >/dev/null 2>&1 || { echo "lint: bazel query fails" >&2; exit 1; }
+forbid '//config/...' '//distributed/... + //lora/... + //third_party/... + //examples/... + //tests/...'
+forbid '//distributed/...' '//lora/... + //examples/... + //tests/...'
+forbid '//lora/...' '//examples/... + //tests/...'
+torch_free='//distributed/checkpoint:safetensors_file + //distributed/checkpoint:key_aliases + //lora:target_matcher'
+forbid "${torch_free}" '//third_party:libtorch'
+echo "lint: clean"
