@@ -39,6 +39,7 @@ struct ParameterLayout {
   static ParameterLayout Replicated(std::shared_ptr<const DeviceMesh> mesh);
 
   std::shared_ptr<const DeviceMesh> mesh;
+  // As many as the mesh has dimensions.
   std::vector<Placement> placements;
 };
 

@@ -1,0 +1,51 @@
+#include "distributed/collectives.h"
+
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "ATen/ops/full.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "config/internal/status_macros.h"
+#include "distributed/device_mesh.h"
+#include "distributed/internal/run_collective.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/Types.hpp"
+
+namespace trainer_lora::distributed {
+namespace {
+
+absl::StatusOr<double> AllReduceNumber(const DeviceMesh& mesh, double value,
+                                       c10d::ReduceOp::RedOpType op,
+                                       const std::string& what) {
+  c10d::ProcessGroup& group = *mesh.group(0);
+  std::vector<at::Tensor> tensors = {
+      at::full({1}, value,
+               at::TensorOptions()
+                   .dtype(at::kDouble)
+                   .device(internal::MetadataDevice(group)))};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  LORA_RETURN_IF_ERROR(internal::RunCollective(
+      mesh, what, [&] { return group.allreduce(tensors, options); }));
+  return tensors[0].item<double>();
+}
+
+}  // namespace
+
+absl::StatusOr<double> AllReduce(const DeviceMesh& mesh, double value,
+                                 ReduceOp op) {
+  return op == ReduceOp::kSum
+             ? AllReduceNumber(mesh, value, c10d::ReduceOp::SUM,
+                               "all-reduce (sum) of a number")
+             : AllReduceNumber(mesh, value, c10d::ReduceOp::MAX,
+                               "all-reduce (max) of a number");
+}
+
+absl::Status Barrier(const DeviceMesh& mesh) {
+  // Nobody has the sum before everybody has called.
+  return AllReduceNumber(mesh, 0, c10d::ReduceOp::SUM, "barrier").status();
+}
+
+}  // namespace trainer_lora::distributed

@@ -1,0 +1,147 @@
+#include "distributed/internal/rank_agreement.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "ATen/ops/empty.h"
+#include "ATen/ops/zeros.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "config/internal/status_macros.h"
+#include "distributed/device_mesh.h"
+#include "distributed/internal/run_collective.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+
+namespace trainer_lora::distributed::internal {
+namespace {
+
+// A rank may lack thousands of parameters; these are enough to see which.
+constexpr int kMaxLinesListed = 10;
+
+// FNV-1a of 64 bits, http://www.isthe.com/chongo/tech/comp/fnv/. Unlike
+// std::hash it is the same in every build, so that ranks can compare it.
+uint64_t Fnv1a64(absl::string_view bytes) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char byte : bytes) {
+    hash ^= static_cast<unsigned char>(byte);
+    hash *= 0x100000001b3;
+  }
+  return hash;
+}
+
+// The rows that the ranks contribute, as a CPU tensor [size, row.numel()]. The
+// row must have one shape on all ranks.
+absl::StatusOr<at::Tensor> AllGatherRows(const DeviceMesh& mesh,
+                                         const at::Tensor& row,
+                                         const std::string& what) {
+  c10d::ProcessGroup& group = *mesh.group(0);
+  at::Tensor input = row.to(MetadataDevice(group));
+  at::Tensor output = at::empty({mesh.size(0) * row.numel()}, input.options());
+  LORA_RETURN_IF_ERROR(RunCollective(
+      mesh, what, [&] { return group._allgather_base(output, input); }));
+  return output.to(at::kCPU).view({mesh.size(0), row.numel()});
+}
+
+std::string RankNames(const std::vector<int64_t>& ranks) {
+  return absl::StrCat(ranks.size() == 1 ? "rank " : "ranks ",
+                      absl::StrJoin(ranks, ", "));
+}
+
+std::string ListLines(const std::vector<std::string>& lines) {
+  const auto listed_end =
+      lines.begin() + std::min<size_t>(lines.size(), kMaxLinesListed);
+  std::string text = absl::StrJoin(lines.begin(), listed_end, ", ");
+  if (listed_end != lines.end()) {
+    absl::StrAppend(&text, " and ", lines.end() - listed_end, " more");
+  }
+  return text;
+}
+
+// What to say of ranks whose lines differ; `lines` has an entry a rank.
+std::string DescribeDifference(
+    const std::vector<std::vector<std::string>>& lines) {
+  const int64_t size = lines.size();
+  std::map<std::string, std::vector<int64_t>> ranks_of_line;
+  for (int64_t rank = 0; rank < size; ++rank) {
+    for (const std::string& line : lines[rank]) {
+      std::vector<int64_t>& ranks = ranks_of_line[line];
+      if (ranks.empty() || ranks.back() != rank) ranks.push_back(rank);
+    }
+  }
+
+  // In each rank's own order, under the set of ranks that has the line.
+  std::map<std::vector<int64_t>, std::vector<std::string>> lines_of_ranks;
+  for (int64_t rank = 0; rank < size; ++rank) {
+    for (const std::string& line : lines[rank]) {
+      const std::vector<int64_t>& ranks = ranks_of_line[line];
+      if (ranks.size() < size && ranks.front() == rank) {
+        lines_of_ranks[ranks].push_back(line);
+      }
+    }
+  }
+  if (!lines_of_ranks.empty()) {
+    return absl::StrJoin(
+        lines_of_ranks, "; ", [](std::string* out, const auto& entry) {
+          absl::StrAppend(out, "only on ", RankNames(entry.first), ": ",
+                          ListLines(entry.second));
+        });
+  }
+
+  // The same lines in another order, or one of them more than once.
+  for (int64_t rank = 1; rank < size; ++rank) {
+    if (lines[rank] == lines[0]) continue;
+    const auto [first, other] =
+        std::mismatch(lines[0].begin(), lines[0].end(), lines[rank].begin(),
+                      lines[rank].end());
+    const std::string end = "the end";
+    return absl::StrCat("the order differs from entry ",
+                        first - lines[0].begin(), ": rank 0 has ",
+                        first == lines[0].end() ? end : *first, ", rank ", rank,
+                        " has ", other == lines[rank].end() ? end : *other);
+  }
+  return "";
+}
+
+}  // namespace
+
+absl::Status CheckRanksAgree(const DeviceMesh& mesh, const std::string& what,
+                             const std::vector<std::string>& lines) {
+  const std::string text = absl::StrJoin(lines, "\n");
+
+  at::Tensor digest = at::empty({2}, at::kLong);
+  digest[0] = static_cast<int64_t>(Fnv1a64(text));
+  digest[1] = static_cast<int64_t>(text.size());
+  LORA_ASSIGN_OR_RETURN(const at::Tensor digests,
+                        AllGatherRows(mesh, digest, what));
+  if (digests.eq(digests[0]).all().item<bool>()) return absl::OkStatus();
+
+  // The texts, padded to one length, as Gloo gathers equal sizes alone.
+  const at::Tensor lengths = digests.select(1, 1);
+  at::Tensor padded = at::zeros(
+      {std::max<int64_t>(lengths.max().item<int64_t>(), 1)}, at::kByte);
+  std::memcpy(padded.data_ptr(), text.data(), text.size());
+  LORA_ASSIGN_OR_RETURN(const at::Tensor texts,
+                        AllGatherRows(mesh, padded, what));
+
+  std::vector<std::vector<std::string>> lines_of_rank;
+  for (int64_t rank = 0; rank < mesh.size(0); ++rank) {
+    const absl::string_view rank_text(
+        reinterpret_cast<const char*>(texts[rank].data_ptr()),
+        lengths[rank].item<int64_t>());
+    lines_of_rank.push_back(absl::StrSplit(rank_text, '\n'));
+  }
+  return absl::FailedPreconditionError(absl::StrCat(
+      mesh.ToString(), ": the ranks must pass the same ",
+      "parameters in the same order; ", DescribeDifference(lines_of_rank)));
+}
+
+}  // namespace trainer_lora::distributed::internal

@@ -1,0 +1,75 @@
+#include "distributed/internal/run_collective.h"
+
+#include <exception>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "c10/core/Device.h"
+#include "c10/util/Exception.h"
+#include "c10/util/intrusive_ptr.h"
+#include "distributed/device_mesh.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/Work.hpp"
+
+namespace trainer_lora::distributed::internal {
+
+namespace {
+
+// Without the backtrace, which a nested c10 error brings along on further
+// lines.
+std::string FirstLine(const std::exception& exception) {
+  const auto* error = dynamic_cast<const c10::Error*>(&exception);
+  const std::string text =
+      error != nullptr ? error->what_without_backtrace() : exception.what();
+  return text.substr(0, text.find('\n'));
+}
+
+}  // namespace
+
+absl::Status RunCollective(
+    const DeviceMesh& mesh, const std::string& what,
+    const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
+  const std::string context = absl::StrCat(mesh.ToString(), ", rank ",
+                                           mesh.rank(), ": ", what, " failed");
+  try {
+    start()->wait();
+    return absl::OkStatus();
+  } catch (const c10::DistError& exception) {
+    return StatusFromException(exception, context);
+  } catch (const c10::Error& exception) {
+    // c10d's check of a call, such as for a backend; Gloo's own are no
+    // c10::Error.
+    return absl::FailedPreconditionError(
+        absl::StrCat(context, ": ", FirstLine(exception)));
+  } catch (const std::exception& exception) {
+    return StatusFromException(exception, context);
+  }
+}
+
+absl::Status StatusFromException(const std::exception& exception,
+                                 const std::string& context) {
+  const std::string text = FirstLine(exception);
+  const std::string message = absl::StrCat(context, ": ", text);
+  // Gloo throws one type for a timeout and for a closed connection: only the
+  // text tells them apart.
+  const std::string lower = absl::AsciiStrToLower(text);
+  return absl::StrContains(lower, "timed out") ||
+                 absl::StrContains(lower, "timeout")
+             ? absl::DeadlineExceededError(message)
+             : absl::UnavailableError(message);
+}
+
+at::Device MetadataDevice(const c10d::ProcessGroup& group) {
+  const std::vector<at::Device> devices = group.getDeviceTypes();
+  for (const at::Device& device : devices) {
+    if (device.is_cpu()) return device;
+  }
+  return devices.empty() ? at::Device(at::kCPU) : devices.front();
+}
+
+}  // namespace trainer_lora::distributed::internal

@@ -1,0 +1,41 @@
+// The one place where c10d's exceptions become statuses.
+#ifndef TRAINER_LORA_DISTRIBUTED_INTERNAL_RUN_COLLECTIVE_H_
+#define TRAINER_LORA_DISTRIBUTED_INTERNAL_RUN_COLLECTIVE_H_
+
+#include <exception>
+#include <functional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "c10/core/Device.h"
+#include "c10/util/intrusive_ptr.h"
+#include "distributed/device_mesh.h"
+
+namespace c10d {
+class ProcessGroup;
+class Work;
+}  // namespace c10d
+
+namespace trainer_lora::distributed::internal {
+
+// Starts a collective and waits for it. `what` says in an error what was to be
+// done, such as "all-reduce of 2 gradients". kFailedPrecondition for what the
+// group can't do at all, else as StatusFromException; an error names the mesh
+// and this process's rank, and after it the group is broken on this rank.
+absl::Status RunCollective(
+    const DeviceMesh& mesh, const std::string& what,
+    const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
+
+// What an exception of c10d, its store or Gloo says of the peers:
+// kDeadlineExceeded for a timeout, kUnavailable for all else, such as a lost
+// connection. The message starts with `context`.
+absl::Status StatusFromException(const std::exception& exception,
+                                 const std::string& context);
+
+// The kind of device on which `group` can exchange small facts: the CPU where
+// it has a backend for it.
+at::Device MetadataDevice(const c10d::ProcessGroup& group);
+
+}  // namespace trainer_lora::distributed::internal
+
+#endif  // TRAINER_LORA_DISTRIBUTED_INTERNAL_RUN_COLLECTIVE_H_

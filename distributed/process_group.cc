@@ -1,0 +1,143 @@
+#include "distributed/process_group.h"
+
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "c10/util/intrusive_ptr.h"
+#include "config/internal/status_macros.h"
+#include "config/launch_environment.h"
+#include "distributed/internal/run_collective.h"
+#include "torch/csrc/distributed/c10d/HashStore.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
+#include "torch/csrc/distributed/c10d/Store.hpp"
+#include "torch/csrc/distributed/c10d/TCPStore.hpp"
+
+namespace trainer_lora::distributed {
+namespace {
+
+using Gloo = c10d::ProcessGroupGloo;
+
+constexpr char kLoopback[] = "127.0.0.1";
+
+bool IsLoopback(const std::string& address) {
+  return address == "localhost" || absl::StartsWith(address, "127.");
+}
+
+absl::StatusOr<c10::intrusive_ptr<c10d::Store>> JoinStore(
+    const config::LaunchEnvironment& environment,
+    const ProcessGroupOptions& options) {
+  c10d::TCPStoreOptions store_options;
+  store_options.port = environment.master_port;
+  store_options.isServer =
+      environment.rank == 0 && !environment.agent_hosts_store;
+  // The group waits for its ranks itself.
+  store_options.waitWorkers = false;
+  store_options.timeout = options.timeout;
+  try {
+    return c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::TCPStore>(
+        environment.master_addr, store_options));
+  } catch (const std::exception& exception) {
+    // Here a timeout means that nobody answered.
+    const absl::Status status = internal::StatusFromException(
+        exception,
+        store_options.isServer
+            ? "it can't serve the store there; check that the address is this "
+              "machine's and that the port is free"
+            : "it can't reach the store there; check that rank 0 is running "
+              "and that MASTER_ADDR and MASTER_PORT are right");
+    return absl::UnavailableError(status.message());
+  }
+}
+
+absl::StatusOr<c10::intrusive_ptr<Gloo::Options>> MakeGlooOptions(
+    const ProcessGroupOptions& options) {
+  try {
+    if (options.bind_address.empty()) {
+      return Gloo::Options::create_default(options.timeout);
+    }
+    auto gloo_options = Gloo::Options::create(options.timeout);
+    gloo_options->devices = {
+        Gloo::createDeviceForHostname(options.bind_address)};
+    return gloo_options;
+  } catch (const std::exception& exception) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "Gloo found no address to listen on; check `bind_address` or "
+        "GLOO_SOCKET_IFNAME: ",
+        internal::StatusFromException(exception, "Gloo").message()));
+  }
+}
+
+absl::Status Annotate(const absl::Status& status, const std::string& context) {
+  return absl::Status(status.code(),
+                      absl::StrCat(context, ": ", status.message()));
+}
+
+absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> JoinThroughStore(
+    const config::LaunchEnvironment& environment, ProcessGroupOptions options) {
+  LORA_ASSIGN_OR_RETURN(const c10::intrusive_ptr<c10d::Store> store,
+                        JoinStore(environment, options));
+  if (options.bind_address.empty() && IsLoopback(environment.master_addr)) {
+    options.bind_address = kLoopback;
+  }
+  return CreateGlooProcessGroup(store, environment.rank, environment.world_size,
+                                options);
+}
+
+}  // namespace
+
+absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> InitProcessGroup(
+    const config::LaunchEnvironment& environment,
+    const ProcessGroupOptions& options) {
+  if (environment.world_size == 1) {
+    ProcessGroupOptions alone = options;
+    alone.bind_address = kLoopback;
+    return CreateGlooProcessGroup(c10::make_intrusive<c10d::HashStore>(),
+                                  /*rank=*/0, /*size=*/1, alone);
+  }
+  auto group = JoinThroughStore(environment, options);
+  if (!group.ok()) {
+    return Annotate(
+        group.status(),
+        absl::StrCat("rank ", environment.rank, " of ", environment.world_size,
+                     " could not join the job at ", environment.master_addr,
+                     ":", environment.master_port));
+  }
+  return group;
+}
+
+absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateGlooProcessGroup(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    const ProcessGroupOptions& options) {
+  if (rank < 0 || rank >= size) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "a rank must be in [0, ", size, "), the group's size, got ", rank));
+  }
+  LORA_ASSIGN_OR_RETURN(c10::intrusive_ptr<Gloo::Options> gloo_options,
+                        MakeGlooOptions(options));
+  try {
+    store->setTimeout(options.timeout);
+    constexpr auto kGloo = c10d::ProcessGroup::BackendType::GLOO;
+    auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
+    group->setDefaultBackend(kGloo);
+    group->setBackend(
+        at::kCPU, kGloo,
+        c10::make_intrusive<Gloo>(store, rank, size, std::move(gloo_options)));
+    // Gloo is content with its own connections: without this a rank that
+    // leaves early would break the others while they still connect.
+    group->barrier()->wait();
+    return group;
+  } catch (const std::exception& exception) {
+    return internal::StatusFromException(
+        exception,
+        absl::StrCat("rank ", rank, " could not connect to the other ",
+                     size - 1, " ranks"));
+  }
+}
+
+}  // namespace trainer_lora::distributed

@@ -1,0 +1,61 @@
+// The process group of a job, from what its launcher says:
+//
+//   LORA_ASSIGN_OR_RETURN(config::LaunchEnvironment environment,
+//                         config::ReadLaunchEnvironment());
+//   LORA_ASSIGN_OR_RETURN(c10::intrusive_ptr<c10d::ProcessGroup> group,
+//                         InitProcessGroup(environment));
+//
+// A group is shut down by letting go of its last reference: that closes the
+// connections and, on rank 0, the store, without a word to the peers. So ranks
+// that end normally meet in a Barrier first. After an error, just let go: the
+// peers get kUnavailable from the collective that they are in. Letting go
+// inside a collective that still runs waits until that ends or times out.
+#ifndef TRAINER_LORA_DISTRIBUTED_PROCESS_GROUP_H_
+#define TRAINER_LORA_DISTRIBUTED_PROCESS_GROUP_H_
+
+#include <chrono>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "c10/util/intrusive_ptr.h"
+#include "config/launch_environment.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/Store.hpp"
+
+namespace trainer_lora::distributed {
+
+struct ProcessGroupOptions {
+  // How long a rank waits for the others, in the start and in each collective.
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+
+  // A name or address of this machine on which its peers reach it. Empty: the
+  // interfaces in the environment variable GLOO_SOCKET_IFNAME if that is set,
+  // else the address of the machine's host name, or loopback if it has none.
+  std::string bind_address;
+};
+
+// Joins the job with a Gloo group for CPU tensors; returns when all ranks have.
+// They meet in a TCP store at the master's address, which rank 0 serves unless
+// the launcher's agent does. With a loopback master and no `bind_address`, Gloo
+// stays on loopback as well. A world of one needs neither master nor network.
+//
+// Errors name the address and the rank. kUnavailable: no store at the address,
+// or rank 0 can't serve one there. kDeadlineExceeded or kUnavailable: not all
+// ranks came in time, or one was lost on the way. kFailedPrecondition: no
+// address of this machine is where the options say.
+absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> InitProcessGroup(
+    const config::LaunchEnvironment& environment,
+    const ProcessGroupOptions& options = {});
+
+// A Gloo group of the `size` ranks that meet in `store`; returns when all have.
+// No other group uses the store's keys
+// group uses (c10d::PrefixStore gives each its own). The store's timeout is set
+// to that of the options. kInvalidArgument unless 0 <= rank < size; else errors
+// as in InitProcessGroup.
+absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateGlooProcessGroup(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    const ProcessGroupOptions& options = {});
+
+}  // namespace trainer_lora::distributed
+
+#endif  // TRAINER_LORA_DISTRIBUTED_PROCESS_GROUP_H_

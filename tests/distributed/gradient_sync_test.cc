@@ -1,0 +1,527 @@
+#include "distributed/gradient_sync.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/ATen.h"
+#include "absl/status/status.h"
+#include "c10/util/intrusive_ptr.h"
+#include "distributed/device_mesh.h"
+#include "distributed/parameter_layout.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/testutil/status_matchers.h"
+#include "tests/testutil/thread_ranks.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+
+namespace trainer_lora::distributed {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::trainer_lora::testutil::IsOk;
+using ::trainer_lora::testutil::RunRanks;
+using ::trainer_lora::testutil::StatusIs;
+
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using MeshPtr = std::shared_ptr<const DeviceMesh>;
+using Parameters = std::vector<DistributedParameter>;
+
+// RunRanks with a mesh over each rank's group.
+void RunMeshRanks(
+    int world_size, const std::function<void(int rank, MeshPtr mesh)>& body,
+    std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
+  RunRanks(
+      world_size,
+      [&body](int rank, GroupPtr group) {
+        LORA_ASSERT_OK_AND_ASSIGN(MeshPtr mesh,
+                                  DeviceMesh::Create(std::move(group)));
+        body(rank, std::move(mesh));
+      },
+      timeout);
+}
+
+// A replicated parameter of zeros that requires grad.
+DistributedParameter Replicated(const MeshPtr& mesh, const std::string& name,
+                                at::IntArrayRef shape,
+                                at::ScalarType dtype = at::kFloat) {
+  return {name, at::zeros(shape, dtype).set_requires_grad(true),
+          ParameterLayout::Replicated(mesh)};
+}
+
+void SetGradient(const DistributedParameter& parameter, at::Tensor gradient) {
+  parameter.parameter.mutable_grad() = std::move(gradient);
+}
+
+const at::Tensor& Gradient(const DistributedParameter& parameter) {
+  return parameter.parameter.grad();
+}
+
+// The gradient of parameter `i` on `rank`: no two ranks or parameters have the
+// same, and the values use the whole mantissa. Undefined for some.
+at::Tensor ExampleGradient(int rank, int i, at::IntArrayRef shape) {
+  if ((rank + i) % 3 == 2) return at::Tensor();
+  const int64_t numel = c10::multiply_integers(shape);
+  return at::sin(at::arange(numel, at::kDouble) + 100 * rank + i)
+      .to(at::kFloat)
+      .view(shape);
+}
+
+TEST(AverageReplicatedGradientsTest, ZeroFillsTheRankWithoutAGradient) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "q.lora_A", {1})};
+    if (rank == 0) SetGradient(parameters[0], at::tensor({4.0f}));
+    LORA_ASSERT_OK_AND_ASSIGN(int64_t count,
+                              AverageReplicatedGradients(*mesh, parameters));
+    EXPECT_EQ(count, 1);
+    ASSERT_TRUE(Gradient(parameters[0]).defined());
+    EXPECT_EQ(Gradient(parameters[0]).item<float>(), 2.0f);
+  });
+}
+
+TEST(AverageReplicatedGradientsTest, AllRanksWithoutAGradientGetZeros) {
+  RunMeshRanks(2, [](int, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "q.lora_A", {2, 3})};
+    LORA_ASSERT_OK_AND_ASSIGN(int64_t count,
+                              AverageReplicatedGradients(*mesh, parameters));
+    EXPECT_EQ(count, 1);
+    EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::zeros({2, 3})));
+  });
+}
+
+TEST(AverageReplicatedGradientsTest, AccumulatesOnTopOfWhatWasSynchronized) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "q.lora_A", {2})};
+    SetGradient(parameters[0], at::full({2}, rank == 0 ? 1.0f : 3.0f));
+    ASSERT_THAT(AverageReplicatedGradients(*mesh, parameters), IsOk());
+    EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::full({2}, 2.0f)));
+
+    // The backward pass of a second micro-batch.
+    parameters[0].parameter.sum().mul(rank == 0 ? 2.0f : 4.0f).backward();
+    ASSERT_THAT(AverageReplicatedGradients(*mesh, parameters), IsOk());
+    EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::full({2}, 5.0f)));
+
+    ASSERT_THAT(AverageReplicatedGradients(*mesh, parameters), IsOk());
+    EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::full({2}, 5.0f)))
+        << "a second call must change nothing";
+  });
+}
+
+TEST(AverageReplicatedGradientsTest, IsTheMeanOnWorldsOfOneToFour) {
+  const std::vector<std::vector<int64_t>> shapes = {
+      {8, 16}, {16, 8}, {}, {0, 3}, {5}, {1000, 7}};
+  for (int world_size = 1; world_size <= 4; ++world_size) {
+    SCOPED_TRACE(world_size);
+    std::vector<std::vector<at::Tensor>> results(world_size);
+    RunMeshRanks(world_size, [&](int rank, MeshPtr mesh) {
+      Parameters parameters;
+      for (int i = 0; i < shapes.size(); ++i) {
+        parameters.push_back(
+            Replicated(mesh, "p" + std::to_string(i), shapes[i]));
+        SetGradient(parameters[i], ExampleGradient(rank, i, shapes[i]));
+      }
+      LORA_ASSERT_OK_AND_ASSIGN(int64_t count,
+                                AverageReplicatedGradients(*mesh, parameters));
+      EXPECT_EQ(count, shapes.size());
+      for (const DistributedParameter& parameter : parameters) {
+        results[rank].push_back(Gradient(parameter));
+      }
+    });
+
+    for (int i = 0; i < shapes.size(); ++i) {
+      SCOPED_TRACE(i);
+      at::Tensor mean = at::zeros(shapes[i], at::kDouble);
+      for (int rank = 0; rank < world_size; ++rank) {
+        const at::Tensor gradient = ExampleGradient(rank, i, shapes[i]);
+        if (gradient.defined()) mean += gradient.to(at::kDouble) / world_size;
+      }
+      for (int rank = 0; rank < world_size; ++rank) {
+        ASSERT_EQ(results[rank].size(), shapes.size());
+        EXPECT_TRUE(at::allclose(results[rank][i].to(at::kDouble), mean,
+                                 /*rtol=*/1e-6, /*atol=*/1e-7));
+        EXPECT_TRUE(at::equal(results[rank][i], results[0][i]))
+            << "every rank must have the same bits";
+      }
+    }
+  }
+}
+
+TEST(AverageReplicatedGradientsTest, TwoRanksHaveTheBitsOfOneThatAccumulates) {
+  for (const at::ScalarType dtype :
+       {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+    SCOPED_TRACE(c10::toString(dtype));
+    const auto micro_batch = [dtype](int index) {
+      return at::sin(at::arange(999, at::kDouble) + 1000 * index).to(dtype);
+    };
+    const at::Tensor accumulated = micro_batch(0).add_(micro_batch(1)).div_(2);
+    RunMeshRanks(2, [&](int rank, MeshPtr mesh) {
+      const Parameters parameters = {Replicated(mesh, "p", {999}, dtype)};
+      SetGradient(parameters[0], micro_batch(rank));
+      ASSERT_THAT(AverageReplicatedGradients(*mesh, parameters), IsOk());
+      EXPECT_TRUE(at::equal(Gradient(parameters[0]), accumulated));
+    });
+  }
+}
+
+TEST(AverageReplicatedGradientsTest, SkipsWhatIsFrozenShardedOrOnNoMesh) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    Parameters parameters = {
+        Replicated(mesh, "frozen", {1}), Replicated(mesh, "sharded", {1}),
+        Replicated(mesh, "local", {1}), Replicated(mesh, "replicated", {1})};
+    parameters[0].parameter.set_requires_grad(false);
+    parameters[1].layout.placements = {Placement::Shard(0)};
+    parameters[2].layout = ParameterLayout();
+    for (const DistributedParameter& parameter : parameters) {
+      SetGradient(parameter, at::full({1}, rank == 0 ? 1.0f : 5.0f));
+    }
+    LORA_ASSERT_OK_AND_ASSIGN(int64_t count,
+                              AverageReplicatedGradients(*mesh, parameters));
+    EXPECT_EQ(count, 1);
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_EQ(Gradient(parameters[i]).item<float>(), rank == 0 ? 1.0f : 5.0f)
+          << parameters[i].name;
+    }
+    EXPECT_EQ(Gradient(parameters[3]).item<float>(), 3.0f);
+  });
+}
+
+TEST(AverageReplicatedGradientsTest, NoParametersOnAnyRankAreZero) {
+  RunMeshRanks(2, [](int, MeshPtr mesh) {
+    LORA_ASSERT_OK_AND_ASSIGN(int64_t count,
+                              AverageReplicatedGradients(*mesh, {}));
+    EXPECT_EQ(count, 0);
+  });
+}
+
+TEST(AverageReplicatedGradientsTest, WritesIntoStridedViews) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "p", {2, 3})};
+    at::Tensor storage = at::full({3, 4}, -1.0f);
+    storage.narrow(1, 1, 2).copy_(at::arange(6, at::kFloat).view({3, 2}) *
+                                  (rank + 1));
+    SetGradient(parameters[0], storage.narrow(1, 1, 2).t());
+    ASSERT_THAT(AverageReplicatedGradients(*mesh, parameters), IsOk());
+
+    at::Tensor expected = at::full({3, 4}, -1.0f);
+    expected.narrow(1, 1, 2).copy_(at::arange(6, at::kFloat).view({3, 2}) *
+                                   1.5);
+    EXPECT_TRUE(at::equal(storage, expected));
+  });
+}
+
+TEST(AverageReplicatedGradientsTest, ReplacesAnExpandedGradient) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "p", {2})};
+    SetGradient(parameters[0], rank == 0 ? at::tensor({2.0f}).expand({2})
+                                         : at::tensor({0.0f, 4.0f}));
+    ASSERT_THAT(AverageReplicatedGradients(*mesh, parameters), IsOk());
+    EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::tensor({1.0f, 3.0f})));
+  });
+}
+
+TEST(AverageReplicatedGradientsTest, ReducesEachDtypeByItself) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "a", {2}, at::kFloat),
+                                   Replicated(mesh, "b", {3}, at::kBFloat16),
+                                   Replicated(mesh, "c", {4}, at::kFloat)};
+    for (const DistributedParameter& parameter : parameters) {
+      SetGradient(parameter,
+                  at::full_like(parameter.parameter, rank == 0 ? 1 : 2));
+    }
+    LORA_ASSERT_OK_AND_ASSIGN(int64_t count,
+                              AverageReplicatedGradients(*mesh, parameters));
+    EXPECT_EQ(count, 3);
+    for (const DistributedParameter& parameter : parameters) {
+      EXPECT_TRUE(at::equal(Gradient(parameter),
+                            at::full_like(parameter.parameter, 1.5)));
+    }
+  });
+}
+
+// As Module::to(dtype) leaves it, on the rank that had a gradient.
+TEST(AverageReplicatedGradientsTest, TakesAGradientOfAnotherDtype) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "p", {1}, at::kBFloat16)};
+    if (rank == 0) SetGradient(parameters[0], at::tensor({3.0f}));
+    ASSERT_THAT(AverageReplicatedGradients(*mesh, parameters), IsOk());
+    EXPECT_EQ(Gradient(parameters[0]).item<float>(), 1.5f);
+    EXPECT_EQ(Gradient(parameters[0]).scalar_type(),
+              rank == 0 ? at::kFloat : at::kBFloat16);
+  });
+}
+
+TEST(AverageReplicatedGradientsTest, AParameterMayBeListedTwice) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    const DistributedParameter parameter = Replicated(mesh, "p", {1});
+    SetGradient(parameter, at::full({1}, rank == 0 ? 1.0f : 3.0f));
+    ASSERT_THAT(AverageReplicatedGradients(*mesh, {parameter, parameter}),
+                IsOk());
+    EXPECT_EQ(Gradient(parameter).item<float>(), 2.0f);
+  });
+}
+
+struct DifferenceCase {
+  const char* name;
+  std::function<Parameters(int rank, const MeshPtr& mesh)> parameters;
+  std::vector<std::string> in_message;
+};
+
+class RanksThatDifferTest : public ::testing::TestWithParam<DifferenceCase> {};
+
+TEST_P(RanksThatDifferTest, EveryRankSaysAtOnceWhatDiffers) {
+  const auto start = std::chrono::steady_clock::now();
+  const DifferenceCase& test_case = GetParam();
+  RunMeshRanks(3, [&test_case](int rank, MeshPtr mesh) {
+    const Parameters parameters = test_case.parameters(rank, mesh);
+    const absl::Status status =
+        AverageReplicatedGradients(*mesh, parameters).status();
+    for (const std::string& text : test_case.in_message) {
+      EXPECT_THAT(status, StatusIs(absl::StatusCode::kFailedPrecondition,
+                                   HasSubstr(text)));
+    }
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr("DeviceMesh(replicate=3)"));
+    for (const DistributedParameter& parameter : parameters) {
+      if (parameter.name == "same") {
+        EXPECT_FALSE(Gradient(parameter).defined());
+      }
+    }
+    // The group still works.
+    EXPECT_THAT(AverageReplicatedGradients(*mesh, {}), IsOk());
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Differences, RanksThatDifferTest,
+    ::testing::Values(
+        DifferenceCase{"OneTargetMoreOnOneRank",
+                       [](int rank, const MeshPtr& mesh) {
+                         Parameters parameters = {
+                             Replicated(mesh, "same", {2})};
+                         if (rank == 1)
+                           parameters.push_back(Replicated(mesh, "k", {3}));
+                         return parameters;
+                       },
+                       {"only on rank 1: k (Float [3] on cpu)"}},
+        DifferenceCase{
+            "ThreeAgainstNone",
+            [](int rank, const MeshPtr& mesh) {
+              if (rank == 0) return Parameters();
+              return Parameters{Replicated(mesh, "a", {1}),
+                                Replicated(mesh, "b", {1}),
+                                Replicated(mesh, "c", {1})};
+            },
+            {"only on ranks 1, 2: a (Float [1] on cpu), b (Float [1] on cpu), "
+             "c (Float [1] on cpu)"}},
+        DifferenceCase{
+            "ManyAgainstNone",
+            [](int rank, const MeshPtr& mesh) {
+              Parameters parameters;
+              for (int i = 0; rank == 0 && i < 128; ++i) {
+                parameters.push_back(
+                    Replicated(mesh, "layer" + std::to_string(i), {1}));
+              }
+              return parameters;
+            },
+            {"only on rank 0: layer0 (", "layer9 (", " and 118 more"}},
+        DifferenceCase{"AnotherShapeOfTheSameSize",
+                       [](int rank, const MeshPtr& mesh) {
+                         if (rank == 0)
+                           return Parameters{Replicated(mesh, "a", {2, 3})};
+                         return Parameters{Replicated(mesh, "a", {3, 2})};
+                       },
+                       {"only on rank 0: a (Float [2, 3] on cpu)",
+                        "only on ranks 1, 2: a (Float [3, 2] on cpu)"}},
+        DifferenceCase{"AnotherDtype",
+                       [](int rank, const MeshPtr& mesh) {
+                         return Parameters{
+                             Replicated(mesh, "a", {1},
+                                        rank == 2 ? at::kDouble : at::kFloat)};
+                       },
+                       {"only on rank 2: a (Double [1] on cpu)"}},
+        DifferenceCase{
+            "AnotherOrder",
+            [](int rank, const MeshPtr& mesh) {
+              Parameters parameters = {Replicated(mesh, "a", {1}),
+                                       Replicated(mesh, "b", {1})};
+              if (rank == 2) std::swap(parameters[0], parameters[1]);
+              return parameters;
+            },
+            {"order differs from entry 1: rank 0 has a (Float [1] on cpu), "
+             "rank 2 has b (Float [1] on cpu)"}},
+        DifferenceCase{"ListedMoreOften",
+                       [](int rank, const MeshPtr& mesh) {
+                         Parameters parameters = {Replicated(mesh, "a", {1})};
+                         if (rank == 1) parameters.push_back(parameters[0]);
+                         return parameters;
+                       },
+                       {"rank 0 has the end, rank 1 has a (Float [1] on cpu)"}},
+        DifferenceCase{"FrozenOnOneRank",
+                       [](int rank, const MeshPtr& mesh) {
+                         Parameters parameters = {Replicated(mesh, "a", {1})};
+                         if (rank == 1)
+                           parameters[0].parameter.set_requires_grad(false);
+                         return parameters;
+                       },
+                       {"only on ranks 0, 2: a (Float [1] on cpu)"}},
+        DifferenceCase{
+            "AGradientOfAnotherShape",
+            [](int rank, const MeshPtr& mesh) {
+              Parameters parameters = {Replicated(mesh, "a", {2})};
+              if (rank == 1) SetGradient(parameters[0], at::zeros({3}));
+              return parameters;
+            },
+            {"only on rank 1: the gradient of a must be a dense tensor of "
+             "shape [2]"}},
+        DifferenceCase{
+            "AnotherMeshOnOneRank",
+            [](int rank, const MeshPtr& mesh) {
+              Parameters parameters = {Replicated(mesh, "a", {1})};
+              if (rank == 1) {
+                parameters[0].layout = ParameterLayout::Replicated(
+                    *DeviceMesh::Create(mesh->group(0), "other"));
+              }
+              return parameters;
+            },
+            {"only on rank 1: a lies on another mesh, DeviceMesh(other=3)"}}),
+    [](const ::testing::TestParamInfo<DifferenceCase>& info) {
+      return info.param.name;
+    });
+
+TEST(AverageReplicatedGradientsTest, ReportsAParameterThatNoRankCanSend) {
+  RunMeshRanks(2, [](int, MeshPtr mesh) {
+    Parameters parameters = {Replicated(mesh, "a", {1})};
+    parameters[0].parameter = at::empty({1}, at::kMeta).set_requires_grad(true);
+    EXPECT_THAT(AverageReplicatedGradients(*mesh, parameters),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("a must be a dense tensor with values")));
+  });
+}
+
+TEST(AverageReplicatedGradientsTest, ReportsAPeerThatNeverCalls) {
+  const auto check = [](const MeshPtr& mesh) {
+    const Parameters parameters = {Replicated(mesh, "q.lora_A", {1}),
+                                   Replicated(mesh, "q.lora_B", {1})};
+    SetGradient(parameters[0], at::tensor({4.0f}));
+    EXPECT_THAT(AverageReplicatedGradients(*mesh, parameters),
+                StatusIs(absl::StatusCode::kDeadlineExceeded,
+                         AllOf(HasSubstr("DeviceMesh(replicate=2), rank 0"),
+                               HasSubstr("of 2 parameters, the first q.lora_A"),
+                               Not(HasSubstr("Exception raised")))));
+    EXPECT_EQ(Gradient(parameters[0]).item<float>(), 4.0f);
+    EXPECT_FALSE(Gradient(parameters[1]).defined());
+  };
+  // Rank 1 keeps its group, so that the connection stays open.
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  RunMeshRanks(
+      2,
+      [&](int rank, MeshPtr mesh) {
+        std::unique_lock<std::mutex> lock(mutex, std::defer_lock);
+        if (rank == 0) {
+          check(mesh);
+          lock.lock();
+          done = true;
+          changed.notify_all();
+        } else {
+          lock.lock();
+          changed.wait(lock, [&done] { return done; });
+        }
+      },
+      std::chrono::seconds(1));
+}
+
+TEST(AverageReplicatedGradientsTest, ReportsAPeerThatLeft) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    if (rank == 1) return;
+    const Parameters parameters = {Replicated(mesh, "q.lora_A", {1})};
+    EXPECT_THAT(AverageReplicatedGradients(*mesh, parameters),
+                StatusIs(absl::StatusCode::kUnavailable,
+                         AllOf(HasSubstr("DeviceMesh(replicate=2), rank 0"),
+                               HasSubstr("q.lora_A"))));
+    EXPECT_FALSE(Gradient(parameters[0]).defined());
+  });
+}
+
+TEST(BroadcastParametersTest, GivesEveryRankTheRootsValuesInPlace) {
+  for (int root = 0; root < 3; ++root) {
+    SCOPED_TRACE(root);
+    RunMeshRanks(3, [root](int rank, MeshPtr mesh) {
+      const Parameters parameters = {Replicated(mesh, "a", {2, 3}),
+                                     Replicated(mesh, "frozen", {4}),
+                                     Replicated(mesh, "b", {5}, at::kBFloat16)};
+      for (const DistributedParameter& parameter : parameters) {
+        parameter.parameter.detach().fill_(rank + 1);
+      }
+      parameters[1].parameter.set_requires_grad(false);
+      const void* const data = parameters[0].parameter.data_ptr();
+
+      EXPECT_THAT(BroadcastParameters(*mesh, parameters, root), IsOk());
+      for (const DistributedParameter& parameter : parameters) {
+        EXPECT_TRUE(
+            at::equal(parameter.parameter.detach(),
+                      at::full_like(parameter.parameter.detach(), root + 1)))
+            << parameter.name;
+      }
+      EXPECT_EQ(parameters[0].parameter.data_ptr(), data);
+      EXPECT_TRUE(parameters[0].parameter.is_leaf());
+    });
+  }
+}
+
+TEST(BroadcastParametersTest, SkipsWhatIsShardedOrOnNoMesh) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    Parameters parameters = {Replicated(mesh, "sharded", {1}),
+                             Replicated(mesh, "local", {1})};
+    parameters[0].layout.placements = {Placement::Shard(0)};
+    parameters[1].layout = ParameterLayout();
+    for (const DistributedParameter& parameter : parameters) {
+      parameter.parameter.detach().fill_(rank);
+    }
+    EXPECT_THAT(BroadcastParameters(*mesh, parameters), IsOk());
+    EXPECT_EQ(parameters[0].parameter.item<float>(), rank);
+    EXPECT_EQ(parameters[1].parameter.item<float>(), rank);
+  });
+}
+
+TEST(BroadcastParametersTest, RefusesARootThatIsNoRank) {
+  for (const int root : {-1, 2}) {
+    RunMeshRanks(2, [root](int, MeshPtr mesh) {
+      EXPECT_THAT(BroadcastParameters(*mesh, {}, root),
+                  StatusIs(absl::StatusCode::kInvalidArgument,
+                           HasSubstr("root must be a rank of "
+                                     "DeviceMesh(replicate=2)")));
+    });
+  }
+}
+
+TEST(BroadcastParametersTest, NamesRanksThatDisagree) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "a", {1})};
+    EXPECT_THAT(BroadcastParameters(*mesh, parameters, /*root=*/rank),
+                StatusIs(absl::StatusCode::kFailedPrecondition,
+                         HasSubstr("only on rank 0: the broadcast from rank 0; "
+                                   "only on rank 1: the broadcast from rank "
+                                   "1")));
+
+    const absl::Status status =
+        rank == 0 ? BroadcastParameters(*mesh, parameters)
+                  : AverageReplicatedGradients(*mesh, parameters).status();
+    EXPECT_THAT(status, StatusIs(absl::StatusCode::kFailedPrecondition,
+                                 HasSubstr("only on rank 1: the average of "
+                                           "gradients")));
+  });
+}
+
+}  // namespace
+}  // namespace trainer_lora::distributed
