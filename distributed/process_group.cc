@@ -1,6 +1,7 @@
 #include "distributed/process_group.h"
 
 #include <exception>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -43,20 +44,21 @@ absl::StatusOr<c10::intrusive_ptr<c10d::Store>> JoinStore(
     return c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::TCPStore>(
         environment.master_addr, store_options));
   } catch (const std::exception& exception) {
-    // Here a timeout means that nobody answered.
-    const absl::Status status = internal::StatusFromException(
-        exception,
+    // A timeout means here that nobody answered.
+    return absl::UnavailableError(absl::StrCat(
         store_options.isServer
             ? "it can't serve the store there; check that the address is this "
-              "machine's and that the port is free"
+              "machine's and that the port is free: "
             : "it can't reach the store there; check that rank 0 is running "
-              "and that MASTER_ADDR and MASTER_PORT are right");
-    return absl::UnavailableError(status.message());
+              "and that MASTER_ADDR and MASTER_PORT are right: ",
+        internal::ErrorMessage(exception)));
   }
 }
 
 absl::StatusOr<c10::intrusive_ptr<Gloo::Options>> MakeGlooOptions(
     const ProcessGroupOptions& options) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
   try {
     if (options.bind_address.empty()) {
       return Gloo::Options::create_default(options.timeout);
@@ -69,7 +71,7 @@ absl::StatusOr<c10::intrusive_ptr<Gloo::Options>> MakeGlooOptions(
     return absl::FailedPreconditionError(absl::StrCat(
         "Gloo found no address to listen on; check `bind_address` or "
         "GLOO_SOCKET_IFNAME: ",
-        internal::StatusFromException(exception, "Gloo").message()));
+        internal::ErrorMessage(exception)));
   }
 }
 

@@ -48,10 +48,9 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> InitProcessGroup(
     const ProcessGroupOptions& options = {});
 
 // A Gloo group of the `size` ranks that meet in `store`; returns when all have.
-// No other group uses the store's keys
-// group uses (c10d::PrefixStore gives each its own). The store's timeout is set
-// to that of the options. kInvalidArgument unless 0 <= rank < size; else errors
-// as in InitProcessGroup.
+// No other group may use the same keys (c10d::PrefixStore gives each its own).
+// The store's timeout is set to that of the options. kInvalidArgument unless
+// 0 <= rank < size; else errors as in InitProcessGroup.
 absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateGlooProcessGroup(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     const ProcessGroupOptions& options = {});

@@ -18,19 +18,6 @@
 
 namespace trainer_lora::distributed::internal {
 
-namespace {
-
-// Without the backtrace, which a nested c10 error brings along on further
-// lines.
-std::string FirstLine(const std::exception& exception) {
-  const auto* error = dynamic_cast<const c10::Error*>(&exception);
-  const std::string text =
-      error != nullptr ? error->what_without_backtrace() : exception.what();
-  return text.substr(0, text.find('\n'));
-}
-
-}  // namespace
-
 absl::Status RunCollective(
     const DeviceMesh& mesh, const std::string& what,
     const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
@@ -45,15 +32,23 @@ absl::Status RunCollective(
     // c10d's check of a call, such as for a backend; Gloo's own are no
     // c10::Error.
     return absl::FailedPreconditionError(
-        absl::StrCat(context, ": ", FirstLine(exception)));
+        absl::StrCat(context, ": ", ErrorMessage(exception)));
   } catch (const std::exception& exception) {
     return StatusFromException(exception, context);
   }
 }
 
+std::string ErrorMessage(const std::exception& exception) {
+  const auto* error = dynamic_cast<const c10::Error*>(&exception);
+  const std::string text =
+      error != nullptr ? error->what_without_backtrace() : exception.what();
+  // A nested c10 error brings its own backtrace along on further lines.
+  return text.substr(0, text.find('\n'));
+}
+
 absl::Status StatusFromException(const std::exception& exception,
                                  const std::string& context) {
-  const std::string text = FirstLine(exception);
+  const std::string text = ErrorMessage(exception);
   const std::string message = absl::StrCat(context, ": ", text);
   // Gloo throws one type for a timeout and for a closed connection: only the
   // text tells them apart.

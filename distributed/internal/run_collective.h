@@ -26,6 +26,9 @@ absl::Status RunCollective(
     const DeviceMesh& mesh, const std::string& what,
     const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
 
+// What the exception says, without a backtrace.
+std::string ErrorMessage(const std::exception& exception);
+
 // What an exception of c10d, its store or Gloo says of the peers:
 // kDeadlineExceeded for a timeout, kUnavailable for all else, such as a lost
 // connection. The message starts with `context`.
