@@ -79,17 +79,6 @@ int64_t CountElements(const std::vector<at::Tensor>& tensors) {
       [](int64_t sum, const at::Tensor& t) { return sum + t.numel(); });
 }
 
-// Rises linearly over the warm-up, then falls linearly to zero.
-double LearningRate(const TrainingConfig& config, int64_t steps_done) {
-  const int64_t warmup = std::min(config.optimizer.warmup_steps, config.steps);
-  const double share =
-      steps_done < warmup
-          ? static_cast<double>(steps_done + 1) / static_cast<double>(warmup)
-          : static_cast<double>(config.steps - steps_done) /
-                static_cast<double>(config.steps - warmup);
-  return config.optimizer.learning_rate * std::max(share, 0.0);
-}
-
 // A permutation of [0, size) that is the same on every rank and platform, which
 // std::shuffle is not.
 std::vector<int64_t> Shuffled(int64_t size, uint64_t seed) {
@@ -143,8 +132,10 @@ int64_t Trainer::world_size() const {
 int64_t Trainer::rank() const { return mesh_ == nullptr ? 0 : mesh_->rank(); }
 
 absl::StatusOr<StepResult> Trainer::Step() {
-  optimizer_.param_groups()[0].options().set_lr(
-      LearningRate(config_, steps_done_));
+  const double warmup = static_cast<double>(config_.optimizer.warmup_steps);
+  const double rate = config_.optimizer.learning_rate *
+                      std::min(1.0, (steps_done_ + 1) / std::max(1.0, warmup));
+  optimizer_.param_groups()[0].options().set_lr(rate);
 
   const double rank_loss = AccumulateGradients();
   const auto synchronized = lora::SyncReplicatedLoraGradients(*encoder_);

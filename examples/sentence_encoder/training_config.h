@@ -15,7 +15,7 @@
 namespace trainer_lora::examples {
 
 struct OptimizerConfig {
-  double learning_rate = 1e-3;  // The highest; it then falls to 0.
+  double learning_rate = 1e-3;  // After the warm-up.
   double weight_decay = 0.01;
   int64_t warmup_steps = 0;  // The rate rises linearly over so many steps.
 };

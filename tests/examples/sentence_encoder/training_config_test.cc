@@ -33,9 +33,9 @@ TEST(TrainingConfigTest, ReadsTheExamplesOwnFile) {
   EXPECT_THAT(*config.lora.target_modules,
               ElementsAre("query", "key", "value", "dense"));
   EXPECT_EQ(config.seed, 42);
-  EXPECT_EQ(config.steps, 80);
+  EXPECT_EQ(config.steps, 60);
   EXPECT_EQ(config.batch_size, 32);
-  EXPECT_EQ(config.optimizer.learning_rate, 1.5e-3);
+  EXPECT_EQ(config.optimizer.learning_rate, 1e-3);
   EXPECT_EQ(config.optimizer.warmup_steps, 10);
 }
 
