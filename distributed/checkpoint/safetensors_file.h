@@ -1,6 +1,5 @@
-// Reads and writes files in the safetensors format:
-// https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON
-// header, then the tensors' bytes, little-endian, row-major, without gaps).
+// Reads and writes files in the safetensors format: 8 bytes of header length, a
+// JSON header, then the tensors' bytes, little-endian, row-major, without gaps.
 //
 //   absl::StatusOr<SafetensorsFile> file =
 //       SafetensorsFile::Open("model.safetensors");
