@@ -132,7 +132,7 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateGlooProcessGroup(
         c10::make_intrusive<Gloo>(store, rank, size, std::move(gloo_options)));
     // Gloo is content with its own connections: without this a rank that
     // leaves early would break the others while they still connect.
-    group->barrier()->wait();
+    internal::StartCollective(*group, [&] { return group->barrier(); })->wait();
     return group;
   } catch (const std::exception& exception) {
     return internal::StatusFromException(

@@ -1,7 +1,9 @@
 #include "distributed/internal/run_collective.h"
 
+#include <algorithm>
 #include <exception>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -18,13 +20,26 @@
 
 namespace trainer_lora::distributed::internal {
 
+c10::intrusive_ptr<c10d::Work> StartCollective(
+    const c10d::ProcessGroup& group,
+    const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
+  const std::vector<c10::Device> devices = group.getDeviceTypes();
+  const bool is_cpu_alone =
+      std::all_of(devices.begin(), devices.end(),
+                  [](const c10::Device& device) { return device.is_cpu(); });
+  static std::mutex mutex;
+  std::unique_lock<std::mutex> lock(mutex, std::defer_lock);
+  if (is_cpu_alone) lock.lock();
+  return start();
+}
+
 absl::Status RunCollective(
     const DeviceMesh& mesh, const std::string& what,
     const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
   const std::string context = absl::StrCat(mesh.ToString(), ", rank ",
                                            mesh.rank(), ": ", what, " failed");
   try {
-    start()->wait();
+    StartCollective(*mesh.group(0), start)->wait();
     return absl::OkStatus();
   } catch (const c10::DistError& exception) {
     return StatusFromException(exception, context);

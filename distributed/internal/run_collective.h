@@ -18,10 +18,21 @@ class Work;
 
 namespace trainer_lora::distributed::internal {
 
-// Starts a collective and waits for it. `what` says in an error what was to be
-// done, such as "all-reduce of 2 gradients". kFailedPrecondition for what the
-// group can't do at all, else as StatusFromException; an error names the mesh
-// and this process's rank, and after it the group is broken on this rank.
+// Calls `start`, which starts a collective of `group` and returns at once. Use
+// it for every collective: c10d's dispatch of one corrupts the heap, once in
+// some thousands of calls, when threads of one process start collectives of
+// different groups at the same time. Groups of the CPU alone start one after
+// the other here. Others are not held up: NCCL may wait for its peers within
+// `start`, and threads would then wait for each other.
+c10::intrusive_ptr<c10d::Work> StartCollective(
+    const c10d::ProcessGroup& group,
+    const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
+
+// Starts a collective of the mesh and waits for it. `what` says in an error
+// what was to be done, such as "all-reduce of 2 gradients". kFailedPrecondition
+// for what the group can't do at all, else as StatusFromException; an error
+// names the mesh and this process's rank, and after it the group is broken on
+// this rank.
 absl::Status RunCollective(
     const DeviceMesh& mesh, const std::string& what,
     const std::function<c10::intrusive_ptr<c10d::Work>()>& start);

@@ -15,6 +15,8 @@
 #include "absl/status/status.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/launch_environment.h"
+#include "distributed/collectives.h"
+#include "distributed/device_mesh.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testutil/status_matchers.h"
@@ -108,9 +110,10 @@ TEST_F(InitProcessGroupTest, RanksMeetInTheStoreOfTheAgent) {
       LORA_ASSERT_OK_AND_ASSIGN(auto group, InitProcessGroup(environment));
       EXPECT_EQ(group->getRank(), rank);
       EXPECT_EQ(group->getSize(), 3);
-      std::vector<at::Tensor> tensors = {at::tensor({rank + 1.0f})};
-      group->allreduce(tensors)->wait();
-      EXPECT_EQ(tensors[0].item<float>(), 6.0f);
+      LORA_ASSERT_OK_AND_ASSIGN(auto mesh, DeviceMesh::Create(group));
+      LORA_ASSERT_OK_AND_ASSIGN(const double sum,
+                                AllReduce(*mesh, rank + 1, ReduceOp::kSum));
+      EXPECT_EQ(sum, 6);
     });
   }
   for (std::thread& thread : threads) thread.join();
