@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -36,6 +37,37 @@ namespace trainer_lora::config {
 
 class YamlErrors;
 
+// How targets, exclusions and patterns match the full, dotted name of a module,
+// such as blocks.0.attn.to_q.
+enum class TargetMatching {
+  // A part of the name: to_q also matches blocks.0.to_query.
+  kSubstring,
+  // The whole name.
+  kExact,
+  // The whole name, or its end after a dot: to_q matches blocks.0.attn.to_q.
+  kSuffix,
+  // The whole name; * stands for any text, dots included, ? for one character,
+  // [abc] and [!abc] for one of a set or outside it.
+  kGlob,
+  // The whole name, as a regular expression in RE2's syntax.
+  kRegex,
+};
+
+// The type of the adapters' parameters.
+enum class AdapterDtype {
+  kBase,  // That of the base layer's weight.
+  kFloat32,
+  kBFloat16,
+  kFloat16,
+};
+
+// The initial values of lora_A; lora_B is zero. The formulas are in
+// lora/parameter_initializer.h.
+enum class AdapterInitialization {
+  kDefault,   // Uniform, with the bound of kaiming_uniform(a = sqrt(5)).
+  kGaussian,  // Normal, with the standard deviation 1 / rank.
+};
+
 struct LoraConfig {
   bool enable = false;
   // The inner dimension of the adapters, from 1 to 2^31 - 1. Needed when
@@ -44,9 +76,24 @@ struct LoraConfig {
   // The adapter's output is scaled by alpha / rank. Positive, finite; fractions
   // count.
   std::optional<double> alpha;
-  // Substrings of the names of the modules to adapt, none of them empty. Unset
-  // or without elements: the default targets of EnableLoraTraining.
+  // The modules to adapt, as target_matching says; none is empty. The target
+  // all-linear stands for every layer that can take an adapter. Unset or
+  // without elements: the default targets of EnableLoraTraining, as substrings.
   std::optional<std::vector<std::string>> target_modules;
+  // The modules that are left alone all the same; none is empty.
+  std::vector<std::string> exclude_modules;
+  TargetMatching target_matching = TargetMatching::kSubstring;
+  // Another rank or alpha for some of the layers, as (pattern, value). The
+  // first pattern that matches counts. The values are as rank and alpha are.
+  std::vector<std::pair<std::string, int64_t>> rank_pattern;
+  std::vector<std::pair<std::string, double>> alpha_pattern;
+  // The probability with which an element of the adapter's input is dropped in
+  // training, from 0 to below 1.
+  double dropout = 0;
+  AdapterDtype adapter_dtype = AdapterDtype::kBase;
+  AdapterInitialization initialization = AdapterInitialization::kDefault;
+  // Of the initial values; not negative.
+  int64_t seed = 0;
 
   // alpha, or the rank if alpha is unset; 0 if neither is set.
   double EffectiveAlpha() const;
