@@ -28,6 +28,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "config/language_version.h"
+#include "config/name_pattern.h"
 
 namespace YAML {
 class Node;
@@ -36,22 +37,6 @@ class Node;
 namespace trainer_lora::config {
 
 class YamlErrors;
-
-// How targets, exclusions and patterns match the full, dotted name of a module,
-// such as blocks.0.attn.to_q.
-enum class TargetMatching {
-  // A part of the name: to_q also matches blocks.0.to_query.
-  kSubstring,
-  // The whole name.
-  kExact,
-  // The whole name, or its end after a dot: to_q matches blocks.0.attn.to_q.
-  kSuffix,
-  // The whole name; * stands for any text, dots included, ? for one character,
-  // [abc] and [!abc] for one of a set or outside it.
-  kGlob,
-  // The whole name, as a regular expression in RE2's syntax.
-  kRegex,
-};
 
 // The type of the adapters' parameters.
 enum class AdapterDtype {
