@@ -1,6 +1,8 @@
 #include "distributed/meta_device.h"
 
 #include <cstddef>
+#include <string>
+#include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "ATen/core/dispatch/Dispatcher.h"
@@ -9,9 +11,11 @@
 #include "ATen/core/stack.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "c10/core/DispatchKeySet.h"
 #include "c10/core/impl/LocalDispatchKeySet.h"
 #include "torch/library.h"
+#include "torch/nn/module.h"
 
 namespace trainer_lora::distributed {
 namespace {
@@ -97,6 +101,30 @@ absl::Status MaterializeInPlace(const at::Tensor& meta_tensor,
   // leaves the tensor's autograd state alone.
   meta_tensor.unsafeGetTensorImpl()->shallow_copy_from(value.getIntrusivePtr());
   return absl::OkStatus();
+}
+
+absl::Status CheckMaterialized(const torch::nn::Module& model) {
+  constexpr size_t kMostNames = 10;
+  std::vector<std::string> names;
+  size_t count = 0;
+  const auto check = [&](const std::string& name, const at::Tensor& tensor) {
+    if (!tensor.is_meta()) return;
+    ++count;
+    if (names.size() < kMostNames) names.push_back(name);
+  };
+  for (const auto& item : model.named_parameters()) {
+    check(item.key(), item.value());
+  }
+  for (const auto& item : model.named_buffers()) {
+    check(item.key(), item.value());
+  }
+  if (count == 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(absl::StrJoin(names, ", "),
+                   count > names.size()
+                       ? absl::StrCat(" and ", count - names.size(), " more")
+                       : "",
+                   count == 1 ? " is" : " are", " on the meta device"));
 }
 
 }  // namespace trainer_lora::distributed

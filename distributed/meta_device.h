@@ -20,6 +20,10 @@
 #include "c10/core/impl/LocalDispatchKeySet.h"
 #include "config/language_version.h"
 
+namespace torch::nn {
+class Module;
+}  // namespace torch::nn
+
 namespace trainer_lora::distributed {
 
 // While one lives, every tensor that its thread makes with a factory function
@@ -50,6 +54,12 @@ class MetaDeviceGuard {
 // safe while other threads use `meta_tensor`.
 absl::Status MaterializeInPlace(const at::Tensor& meta_tensor,
                                 const at::Tensor& value);
+
+// Ok if every parameter and buffer of `model` has memory; else
+// kFailedPrecondition with the names of those on the meta device (ten at most).
+// For code that is about to use a model: many operators take a tensor on meta
+// without a word, and their result has no values.
+absl::Status CheckMaterialized(const torch::nn::Module& model);
 
 }  // namespace trainer_lora::distributed
 

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <set>
 #include <system_error>
 #include <utility>
@@ -44,11 +45,18 @@ struct Factor {
   at::Tensor tensor;
 };
 
-// The adapters of a model, which share one LoRA rank and alpha.
+// An adapted layer of a model.
+struct AdapterEntry {
+  std::string layer_name;
+  int64_t rank;
+  double alpha;
+  double dropout;
+};
+
+// The adapters of a model, at least one.
 struct Adapters {
-  int64_t rank = 0;
-  double alpha = 0;
-  std::vector<std::string> layer_names;
+  std::vector<AdapterEntry> layers;
+  // Two a layer.
   std::vector<Factor> factors;
 };
 
@@ -56,17 +64,6 @@ absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model) {
   Adapters adapters;
   for (const auto& [name, layer] : LoraLayers(model)) {
     if (!layer->is_adapted()) continue;
-    if (adapters.layer_names.empty()) {
-      adapters.rank = layer->lora_rank();
-      adapters.alpha = layer->lora_alpha();
-    } else if (layer->lora_rank() != adapters.rank ||
-               layer->lora_alpha() != adapters.alpha) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          name, " has LoRA rank ", layer->lora_rank(), " and alpha ",
-          layer->lora_alpha(), ", but ", adapters.layer_names.front(), " has ",
-          adapters.rank, " and ", adapters.alpha,
-          ": an adapter folder holds one of each"));
-    }
     for (const auto& [suffix, tensor] :
          {std::make_pair("lora_A", layer->lora_A()),
           std::make_pair("lora_B", layer->lora_B())}) {
@@ -80,9 +77,10 @@ absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model) {
           {absl::StrCat("base_model.model.", name, ".", suffix, ".weight"),
            tensor});
     }
-    adapters.layer_names.push_back(name);
+    adapters.layers.push_back(
+        {name, layer->lora_rank(), layer->lora_alpha(), layer->lora_dropout()});
   }
-  if (adapters.layer_names.empty()) {
+  if (adapters.layers.empty()) {
     return absl::FailedPreconditionError(
         "the model has no LoRA adapter: call EnableLoraTraining first");
   }
@@ -91,14 +89,37 @@ absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model) {
 
 // PEFT matches a list of names as suffixes, and would adapt `b.a.q` for `a.q`;
 // a string is a regular expression for the full name.
-std::string ExactTargetPattern(const std::vector<std::string>& layer_names) {
-  std::vector<std::string> quoted;
-  quoted.reserve(layer_names.size());
-  for (const std::string& name : layer_names) {
-    quoted.push_back(RE2::QuoteMeta(name));
-  }
-  return absl::StrJoin(quoted, "|");
+std::string ExactTargetPattern(const std::vector<AdapterEntry>& layers) {
+  return absl::StrJoin(layers, "|",
+                       [](std::string* out, const AdapterEntry& layer) {
+                         out->append(RE2::QuoteMeta(layer.layer_name));
+                       });
 }
+
+// PEFT's own type for alpha is an integer; a fraction works all the same.
+Json NumberOf(double value) {
+  if (value == std::floor(value) && value < 1e15) {
+    return static_cast<int64_t>(value);
+  }
+  return value;
+}
+
+// A rank_pattern or alpha_pattern: what the layers have that `common` does not
+// say. PEFT lets a key match at the end of a name, so each is anchored.
+Json PatternOf(const std::vector<AdapterEntry>& layers, double common,
+               double (*value_of)(const AdapterEntry&)) {
+  Json pattern = Json::object();
+  for (const AdapterEntry& layer : layers) {
+    if (value_of(layer) == common) continue;
+    pattern["^" + RE2::QuoteMeta(layer.layer_name)] = NumberOf(value_of(layer));
+  }
+  return pattern;
+}
+
+double RankOf(const AdapterEntry& layer) {
+  return static_cast<double>(layer.rank);
+}
+double AlphaOf(const AdapterEntry& layer) { return layer.alpha; }
 
 Json StringOrNull(const std::string& text) {
   return text.empty() ? Json(nullptr) : Json(text);
@@ -112,21 +133,17 @@ std::string ConfigText(const Adapters& adapters,
   config["base_model_name_or_path"] =
       StringOrNull(options.base_model_name_or_path);
   config["inference_mode"] = true;
-  config["r"] = adapters.rank;
-  // PEFT's own type is an integer; a fraction works all the same.
-  if (adapters.alpha == std::floor(adapters.alpha) && adapters.alpha < 1e15) {
-    config["lora_alpha"] = static_cast<int64_t>(adapters.alpha);
-  } else {
-    config["lora_alpha"] = adapters.alpha;
-  }
-  config["target_modules"] = ExactTargetPattern(adapters.layer_names);
-  config["lora_dropout"] = 0.0;
+  const AdapterEntry& first = adapters.layers.front();
+  config["r"] = first.rank;
+  config["lora_alpha"] = NumberOf(first.alpha);
+  config["target_modules"] = ExactTargetPattern(adapters.layers);
+  config["lora_dropout"] = first.dropout;
   config["bias"] = "none";
   config["fan_in_fan_out"] = false;
   config["init_lora_weights"] = true;
   config["modules_to_save"] = nullptr;
-  config["rank_pattern"] = Json::object();
-  config["alpha_pattern"] = Json::object();
+  config["rank_pattern"] = PatternOf(adapters.layers, RankOf(first), RankOf);
+  config["alpha_pattern"] = PatternOf(adapters.layers, AlphaOf(first), AlphaOf);
   config["use_dora"] = false;
   config["use_rslora"] = false;
   return config.dump(2) + "\n";
@@ -237,6 +254,59 @@ absl::StatusOr<Json> ReadConfig(const std::string& path) {
   }
 }
 
+// One number of a configuration for each layer, as PEFT resolves it: that of
+// the first key of `pattern_key` that matches at the end of the layer's name,
+// else that of `common_key`.
+class PerLayerNumber {
+ public:
+  // kDataLoss if an entry is no number; kFailedPrecondition for a pattern that
+  // this library can't match.
+  static absl::StatusOr<PerLayerNumber> Read(const Json& config,
+                                             const char* common_key,
+                                             const char* pattern_key,
+                                             const std::string& path) {
+    PerLayerNumber number;
+    if (!config.contains(common_key) || !config[common_key].is_number()) {
+      return absl::DataLossError(
+          absl::StrCat(path, ": ", common_key, " must be a number"));
+    }
+    number.common_ = config[common_key].get<double>();
+    if (!config.contains(pattern_key) || config[pattern_key].is_null()) {
+      return number;
+    }
+    if (!config[pattern_key].is_object()) {
+      return absl::DataLossError(
+          absl::StrCat(path, ": ", pattern_key, " must be an object"));
+    }
+    for (const auto& [key, value] : config[pattern_key].items()) {
+      if (!value.is_number()) {
+        return absl::DataLossError(absl::StrCat(path, ": ", pattern_key, ".",
+                                                key, " must be a number"));
+      }
+      auto pattern = std::make_unique<const RE2>(
+          absl::StrCat("(?:.*\\.)?(?:", key, ")"), RE2::Quiet);
+      if (!pattern->ok()) {
+        return absl::FailedPreconditionError(
+            absl::StrCat(path, ": the key \"", key, "\" of ", pattern_key,
+                         " is not supported: ", pattern->error()));
+      }
+      number.patterns_.push_back({std::move(pattern), value.get<double>()});
+    }
+    return number;
+  }
+
+  double For(const std::string& layer_name) const {
+    for (const auto& [pattern, value] : patterns_) {
+      if (RE2::FullMatch(layer_name, *pattern)) return value;
+    }
+    return common_;
+  }
+
+ private:
+  double common_ = 0;
+  std::vector<std::pair<std::unique_ptr<const RE2>, double>> patterns_;
+};
+
 absl::Status CheckConfig(const Json& config, const Adapters& adapters,
                          const std::string& path) {
   const auto is = [&config](const char* key, const Json& value) {
@@ -252,24 +322,20 @@ absl::Status CheckConfig(const Json& config, const Adapters& adapters,
           absl::StrCat(path, ": ", variant, " is not supported"));
     }
   }
-  for (const char* pattern : {"rank_pattern", "alpha_pattern"}) {
-    if (config.contains(pattern) && !config[pattern].empty()) {
-      return absl::FailedPreconditionError(
-          absl::StrCat(path, ": a ", pattern, " is not supported"));
-    }
-  }
-  if (!config.contains("r") || !config["r"].is_number_integer() ||
-      !config.contains("lora_alpha") || !config["lora_alpha"].is_number()) {
-    return absl::DataLossError(
-        absl::StrCat(path, ": r and lora_alpha must be numbers"));
-  }
-  const int64_t rank = config["r"].get<int64_t>();
-  const double alpha = config["lora_alpha"].get<double>();
-  if (rank != adapters.rank || alpha != adapters.alpha) {
+  LORA_ASSIGN_OR_RETURN(
+      const auto rank, PerLayerNumber::Read(config, "r", "rank_pattern", path));
+  LORA_ASSIGN_OR_RETURN(
+      const auto alpha,
+      PerLayerNumber::Read(config, "lora_alpha", "alpha_pattern", path));
+  for (const AdapterEntry& layer : adapters.layers) {
+    const double saved_rank = rank.For(layer.layer_name);
+    const double saved_alpha = alpha.For(layer.layer_name);
+    if (saved_rank == RankOf(layer) && saved_alpha == layer.alpha) continue;
     return absl::FailedPreconditionError(
-        absl::StrCat(path, ": the adapter was saved with rank ", rank,
-                     " and alpha ", alpha, ", the model was enabled with rank ",
-                     adapters.rank, " and alpha ", adapters.alpha));
+        absl::StrCat(path, ": the adapter of ", layer.layer_name,
+                     " was saved with rank ", saved_rank, " and alpha ",
+                     saved_alpha, ", the model was enabled with rank ",
+                     layer.rank, " and alpha ", layer.alpha));
   }
   return absl::OkStatus();
 }

@@ -34,10 +34,11 @@ struct SaveAdapterOptions {
 // Writes the adapters of `model`, in their dtype, to the new folder `folder`,
 // whose parent must exist. The folder is written aside and renamed: it appears
 // whole or not at all. With several ranks one calls, as all hold the same.
+// Layers of another LoRA rank or alpha than the first are entries of
+// rank_pattern and alpha_pattern.
 // kAlreadyExists if something is at `folder`; kFailedPrecondition if the model
-// has no adapter, layers differ in LoRA rank or alpha, or a factor is on the
-// meta device; kUnavailable or kResourceExhausted if the folder cannot be
-// written.
+// has no adapter, or a factor is on the meta device; kUnavailable or
+// kResourceExhausted if the folder cannot be written.
 absl::Status SaveAdapter(const torch::nn::Module& model,
                          const std::string& folder,
                          const SaveAdapterOptions& options = {});
@@ -50,9 +51,9 @@ absl::Status SaveAdapter(const torch::nn::Module& model,
 //   kInvalidArgument     the adapter is not one for this model: a tensor is
 //                        missing, unexpected or of another shape (all are
 //                        named)
-//   kFailedPrecondition  LoRA rank, alpha or the kind of adapter differ from
-//   the
-//                        model's, or the model has no adapter
+//   kFailedPrecondition  the LoRA rank or alpha of a layer or the kind of
+//                        adapter differ from the model's, or the model has no
+//                        adapter
 absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder);
 
 }  // namespace trainer_lora::lora

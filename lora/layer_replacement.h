@@ -4,11 +4,12 @@
 // For a model whose base weights come from a checkpoint (the path for new
 // trainers, and the only one for models on the meta device):
 //
-//   LoraTrainingOptions options;
-//   options.rank = 16;
-//   options.prepare_for_fsdp = true;
-//   LORA_ASSIGN_OR_RETURN(LoraTraining training,
-//                         EnableLoraTraining(*model, options));
+//   config::LoraConfig config;  // or models.<role>.lora of a trainer's YAML
+//   config.enable = true;
+//   config.rank = 16;
+//   LORA_ASSIGN_OR_RETURN(
+//       LoraTraining training,
+//       EnableLoraTraining(*model, config, {/*prepare_for_fsdp=*/true}));
 //   // Load with training.checkpoint_key_aliases and
 //   // training.missing_parameter_initializer
 //   // (distributed/checkpoint/sharded_loader.h), then:
@@ -21,7 +22,6 @@
 #define TRAINER_LORA_LORA_LAYER_REPLACEMENT_H_
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,7 +31,6 @@
 #include "distributed/checkpoint/key_aliases.h"
 #include "distributed/checkpoint/missing_parameter_initializer.h"
 #include "lora/lora_adapter.h"
-#include "lora/parameter_initializer.h"
 
 namespace torch::nn {
 class Module;
@@ -44,26 +43,16 @@ struct LoraConfig;
 namespace trainer_lora::lora {
 
 struct LoraTrainingOptions {
-  // rank, alpha and targets of an enabled `models.<role>.lora` block.
-  // kInvalidArgument if the block is disabled or not valid.
-  static absl::StatusOr<LoraTrainingOptions> FromConfig(
-      const config::LoraConfig& config);
-
-  // The LoRA rank; must be > 0.
-  int64_t rank = 0;
-  // Finite and > 0; nothing: the rank, so that the scaling is 1.
-  std::optional<double> alpha;
-  // Parts of module names (lora/target_matcher.h); empty: the defaults.
-  std::vector<std::string> target_modules;
-  // Modules whose name contains one of these are left alone.
-  std::vector<std::string> excluded_modules;
   // True: base weights, and adapters with them, are loaded or made afterwards,
   // as for a model on the meta device; FinalizeLoraTraining() is then the
   // caller's to call. False: the model has its weights, and is ready to train
   // when the call returns.
   bool prepare_for_fsdp = false;
-  // Seed and scope of the adapters' initial values.
-  LoraInitialization initialization;
+  // Empty, or the role: two roles with one seed then start differently.
+  std::string initialization_scope;
+  // What the model's architecture never adapts, whatever the configuration
+  // says: modules whose name contains one of these, none of which is empty.
+  std::vector<std::string> architecture_exclusions;
 };
 
 // What EnableLoraTraining() did, and what a loader needs to know of it.
@@ -92,25 +81,32 @@ struct NamedLoraLayer {
 };
 
 // Every LoraLayer below `model`, each once, in the model's order; not `model`
-// itself. The layers belong to the model.
+// itself, nor what is inside a LoraLayer, which belongs to it. The layers
+// belong to the model.
 std::vector<NamedLoraLayer> LoraLayers(const torch::nn::Module& model);
 
-// Gives an adapter to every LoraLayer that a target selects and no exclusion,
-// and freezes the rest. Adapter parameters require grad afterwards; those on a
+// Gives an adapter to every LoraLayer that `config`, which must be enabled,
+// selects, and freezes the rest. A layer is selected if one of its names is a
+// target and none is excluded; the first pattern for ranks that matches one of
+// its names gives it its LoRA rank, and likewise for alphas (alpha defaults to
+// the layer's rank). Adapter parameters require grad afterwards; those on a
 // real device have their initial values. The model itself is never adapted.
 //
 // Modules of other types are passed over; where those are linear layers of
-// libtorch, which cannot take an adapter, a warning names them, and where a
-// target selects no layer, a warning names the target.
+// libtorch, which cannot take an adapter, a warning names them. So does one for
+// a target that selects no layer, for an exclusion that matches none, and for a
+// rank that is larger than the layer can use.
 //
 // Errors, all of which leave the model as it was:
-//   kInvalidArgument     rank, alpha or a pattern is out of range, or no layer
-//                        can take an adapter
+//   kInvalidArgument     `config` is disabled or not valid, no layer is
+//                        selected, or a pattern for ranks or alphas has no
+//                        effect
 //   kFailedPrecondition  a layer of the model has an adapter already; the model
 //                        is on the meta device and prepare_for_fsdp is false
 //   kResourceExhausted   no memory for the adapters
 absl::StatusOr<LoraTraining> EnableLoraTraining(
-    torch::nn::Module& model, const LoraTrainingOptions& options);
+    torch::nn::Module& model, const config::LoraConfig& config,
+    const LoraTrainingOptions& options = {});
 
 // After loading: freezes every parameter but the adapters', which start to
 // require grad, and puts the model in train mode. Returns the number of adapted

@@ -84,50 +84,57 @@ at::TensorOptions LoraLayer::adapter_options() const {
   return at::TensorOptions().dtype(weight.dtype()).device(weight.device());
 }
 
-absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(int64_t rank,
-                                                    double alpha) const {
+absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
+    const LoraAdapterOptions& options) const {
   if (is_adapted()) {
     return absl::FailedPreconditionError(
-        absl::StrCat(name(), " has a LoRA adapter already"));
+        absl::StrCat(DisplayName(), " has a LoRA adapter already"));
   }
-  if (rank <= 0) {
+  if (options.rank <= 0) {
     return absl::InvalidArgumentError(
-        absl::StrCat("the LoRA rank must be > 0, got ", rank));
+        absl::StrCat("the LoRA rank must be > 0, got ", options.rank));
   }
-  if (!std::isfinite(alpha) || alpha <= 0) {
+  if (!std::isfinite(options.alpha) || options.alpha <= 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the LoRA alpha must be finite and > 0, got ", options.alpha));
+  }
+  if (!(options.dropout >= 0 && options.dropout < 1)) {
     return absl::InvalidArgumentError(
-        absl::StrCat("the LoRA alpha must be finite and > 0, got ", alpha));
+        absl::StrCat("the LoRA dropout must be at least 0 and below 1, got ",
+                     options.dropout));
   }
-  LoraAdapter adapter;
-  adapter.rank = rank;
-  adapter.alpha = alpha;
   try {
-    const at::TensorOptions options = adapter_options();
-    if (!at::isFloatingType(c10::typeMetaToScalarType(options.dtype()))) {
+    at::TensorOptions tensor_options = adapter_options();
+    if (options.dtype) tensor_options = tensor_options.dtype(*options.dtype);
+    if (!at::isFloatingType(
+            c10::typeMetaToScalarType(tensor_options.dtype()))) {
       return absl::FailedPreconditionError(absl::StrCat(
-          name(), " has a weight of type ", std::string(options.dtype().name()),
-          ", which cannot be trained: override adapter_options()"));
+          "factors of type ", std::string(tensor_options.dtype().name()),
+          " can't be trained: choose another dtype for the adapter, or "
+          "override adapter_options() of ",
+          name()));
     }
-    adapter.lora_A = at::empty({rank, in_features()}, options);
-    adapter.lora_B = at::empty({out_features(), rank}, options);
+    return LoraAdapter{
+        options, at::empty({options.rank, in_features()}, tensor_options),
+        at::empty({out_features(), options.rank}, tensor_options)};
   } catch (const c10::OutOfMemoryError& error) {
     return absl::ResourceExhaustedError(error.what_without_backtrace());
   } catch (const c10::Error& error) {
     return absl::FailedPreconditionError(error.what_without_backtrace());
   }
-  return adapter;
 }
 
 absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter) {
   if (is_adapted()) {
     return absl::FailedPreconditionError(
-        absl::StrCat(name(), " has a LoRA adapter already"));
+        absl::StrCat(DisplayName(), " has a LoRA adapter already"));
   }
-  if (adapter.lora_A.sizes() != at::IntArrayRef{adapter.rank, in_features()} ||
-      adapter.lora_B.sizes() != at::IntArrayRef{out_features(), adapter.rank}) {
+  const int64_t rank = adapter.options.rank;
+  if (adapter.lora_A.sizes() != at::IntArrayRef{rank, in_features()} ||
+      adapter.lora_B.sizes() != at::IntArrayRef{out_features(), rank}) {
     return absl::InvalidArgumentError(absl::StrCat(
-        name(), " wants lora_A of shape [", adapter.rank, ", ", in_features(),
-        "] and lora_B of shape [", out_features(), ", ", adapter.rank, "]"));
+        DisplayName(), " wants lora_A of shape [", rank, ", ", in_features(),
+        "] and lora_B of shape [", out_features(), ", ", rank, "]"));
   }
   auto base_layer = BaseLayer::ShareStateOf(*this);
   // Module has no way to take back a buffer, so the registrations are built
@@ -139,9 +146,12 @@ absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter) {
   adapted.train(is_training());
   static_cast<torch::nn::Module&>(*this) = std::move(adapted);
   base_layer_ = std::move(base_layer);
-  rank_ = adapter.rank;
-  alpha_ = adapter.alpha;
+  adapter_ = adapter.options;
   return absl::OkStatus();
+}
+
+std::string LoraLayer::DisplayName() const {
+  return adapter_.layer_name.empty() ? name() : adapter_.layer_name;
 }
 
 at::Tensor LoraLayer::lora_A() const {
@@ -175,15 +185,28 @@ at::Tensor LoraLayer::state(const std::string& name) const {
 
 at::Tensor LoraLayer::AddAdapter(const at::Tensor& input,
                                  const at::Tensor& base_output) const {
+  // A linear operator takes a weight on meta without a word, and the loss would
+  // be without a value.
+  TORCH_CHECK(!base_output.is_meta() || input.is_meta(), DisplayName(),
+              " is still on the meta device: load the weights of the model "
+              "before its first use");
   if (!is_adapted()) return base_output;
   const at::Tensor a = lora_A();
   const at::Tensor b = lora_B();
-  TORCH_CHECK(a.defined() && b.defined(), name(),
+  TORCH_CHECK(a.defined() && b.defined(), DisplayName(),
               ": the LoRA adapter has lost its factors");
-  const at::Tensor delta =
-      at::linear(at::linear(input.to(a.scalar_type()), a), b);
+  TORCH_CHECK((!a.is_meta() && !b.is_meta()) || input.is_meta(), DisplayName(),
+              ": the LoRA adapter is still on the meta device: load the model "
+              "with the missing-parameter initializer of EnableLoraTraining "
+              "before its first use");
+  at::Tensor adapter_input = input.to(a.scalar_type());
+  if (adapter_.dropout > 0 && is_training()) {
+    adapter_input =
+        at::dropout(adapter_input, adapter_.dropout, /*train=*/true);
+  }
+  const at::Tensor delta = at::linear(at::linear(adapter_input, a), b);
   return at::add(base_output, delta.to(base_output.scalar_type()),
-                 alpha_ / static_cast<double>(rank_));
+                 adapter_.alpha / static_cast<double>(adapter_.rank));
 }
 
 void LoraLayer::UnshareFrom(const LoraLayer& source,

@@ -40,14 +40,26 @@
 
 namespace trainer_lora::lora {
 
-// The trainable part of an adapted layer. Its output is
-//   base(x) + (alpha / rank) * x * lora_A^T * lora_B^T
-// (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021).
-struct LoraAdapter {
+struct LoraAdapterOptions {
+  // The layer's full name in the model, for messages; may be empty.
+  std::string layer_name;
   // The LoRA rank r, > 0.
   int64_t rank = 0;
   // Finite and > 0. A double, as fractions such as 0.5 are in use.
   double alpha = 0;
+  // The probability with which an element of the adapter's input is dropped
+  // while the layer is in train mode, in [0, 1).
+  double dropout = 0;
+  // Of the factors, a floating point type; nothing: that of
+  // LoraLayer::adapter_options().
+  std::optional<at::ScalarType> dtype;
+};
+
+// The trainable part of an adapted layer. Its output is
+//   base(x) + (alpha / rank) * dropout(x) * lora_A^T * lora_B^T
+// (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021).
+struct LoraAdapter {
+  LoraAdapterOptions options;
   // [rank, in_features]
   at::Tensor lora_A;
   // [out_features, rank]
@@ -67,12 +79,13 @@ class LoraLayer : public torch::nn::Module {
   // floating point type, overrides this.
   virtual at::TensorOptions adapter_options() const;
 
-  // Factors as AdoptAdapter() wants them: of this layer's shapes, dtype and
-  // device (which may be meta), of undefined content. kInvalidArgument unless
-  // rank and alpha are as LoraAdapter asks; kFailedPrecondition if the layer
-  // has an adapter already or nothing to take the dtype from;
-  // kResourceExhausted if the memory is not there.
-  absl::StatusOr<LoraAdapter> EmptyAdapter(int64_t rank, double alpha) const;
+  // Factors as AdoptAdapter() wants them: of this layer's shapes and device
+  // (which may be meta), of undefined content. kInvalidArgument unless
+  // `options` are as described there; kFailedPrecondition if the layer has an
+  // adapter already or nothing to take the dtype from; kResourceExhausted if
+  // the memory is not there.
+  absl::StatusOr<LoraAdapter> EmptyAdapter(
+      const LoraAdapterOptions& options) const;
 
   // Takes the adapter, whose factors start to require grad: moves every
   // parameter, buffer and child into the child `base_layer` and registers
@@ -84,9 +97,10 @@ class LoraLayer : public torch::nn::Module {
   // Whether AdoptAdapter() was called.
   bool is_adapted() const { return base_layer_ != nullptr; }
 
-  // The LoRA rank and alpha; 0 before adoption.
-  int64_t lora_rank() const { return rank_; }
-  double lora_alpha() const { return alpha_; }
+  // Of the adapter; 0 before adoption.
+  int64_t lora_rank() const { return adapter_.rank; }
+  double lora_alpha() const { return adapter_.alpha; }
+  double lora_dropout() const { return adapter_.dropout; }
 
   // The factors as the module has them registered; undefined before adoption.
   at::Tensor lora_A() const;
@@ -112,7 +126,9 @@ class LoraLayer : public torch::nn::Module {
 
   // `base_output` plus the adapter's share, or `base_output` itself before
   // adoption. `input` is [..., in_features], `base_output` [..., out_features].
-  // The adapter computes in its own dtype; the result has base_output's.
+  // The adapter computes in its own dtype; the result has base_output's. Throws
+  // c10::Error, with the layer's name, for a layer that is still on the meta
+  // device while `input` is not, or whose adapter has lost a factor.
   at::Tensor AddAdapter(const at::Tensor& input,
                         const at::Tensor& base_output) const;
 
@@ -124,8 +140,10 @@ class LoraLayer : public torch::nn::Module {
  private:
   class BaseLayer;
 
-  int64_t rank_ = 0;
-  double alpha_ = 0;
+  // The full name in the model if it is known, else the type's.
+  std::string DisplayName() const;
+
+  LoraAdapterOptions adapter_;
   std::optional<distributed::ParameterLayout> lora_A_layout_;
   std::optional<distributed::ParameterLayout> lora_B_layout_;
   // The child `base_layer`; null before adoption.

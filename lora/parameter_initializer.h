@@ -14,13 +14,21 @@
 //   h    = FNV-1a-64(scope + '\0' + name)
 //   u    = word (i % 4) of Philox4x32-10(key = seed, counter = (i / 4, h))
 //   k    = 2 * (u >> 8) + 1 - 2^24          odd, |k| < 2^24, exact in float32
+//
+// By default
+//
 //   A[i] = k * float(bound * 2^-24)         one multiplication in float32
 //
 // with bound = 1 / sqrt(in_features), which is that of
-// kaiming_uniform_(a = sqrt(5)) on the whole tensor. The value is then rounded
-// to the parameter's type (for float64 the multiplication is one in float64).
-// lora_B is zero. Philox: Salmon et al., "Parallel Random Numbers: As Easy as
-// 1, 2, 3", 2011; as ATen has it.
+// kaiming_uniform_(a = sqrt(5)) on the whole tensor. The gaussian kind is
+//
+//   A[i] = float(z((k + 2^24) * 2^-25) / rank)
+//
+// in float64, where z is the inverse of the normal distribution function by
+// algorithm AS 241 (Wichura, 1988), and 1 / rank the standard deviation that
+// PEFT uses. The value is then rounded to the parameter's type (for float64
+// nothing is computed in or rounded to float32). lora_B is zero. Philox: Salmon
+// et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011; as ATen has it.
 #ifndef TRAINER_LORA_LORA_PARAMETER_INITIALIZER_H_
 #define TRAINER_LORA_LORA_PARAMETER_INITIALIZER_H_
 
@@ -31,6 +39,7 @@
 #include "ATen/core/Tensor.h"
 #include "absl/strings/string_view.h"
 #include "config/language_version.h"
+#include "config/lora_config.h"
 #include "distributed/checkpoint/missing_parameter_initializer.h"
 
 namespace trainer_lora::lora {
@@ -40,6 +49,7 @@ struct LoraInitialization {
   uint64_t seed = 0;
   // Empty, or the role: two roles with one seed then start differently.
   std::string scope;
+  config::AdapterInitialization kind = config::AdapterInitialization::kDefault;
 };
 
 // A slice of the initial value of an adapter parameter: a contiguous CPU tensor

@@ -1,34 +1,13 @@
 #include "lora/target_matcher.h"
 
 #include <algorithm>
-#include <utility>
 
-#include "absl/status/status.h"
-#include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
 #include "config/internal/status_macros.h"
 
 namespace trainer_lora::lora {
-namespace {
 
-absl::StatusOr<std::vector<std::string>> WithoutRepetitions(
-    std::vector<std::string> patterns, absl::string_view kind) {
-  std::vector<std::string> unique;
-  for (std::string& pattern : patterns) {
-    if (pattern.empty()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("a LoRA ", kind,
-                       " is an empty string, which would match every module: "
-                       "remove it or write part of a module name"));
-    }
-    if (std::find(unique.begin(), unique.end(), pattern) == unique.end()) {
-      unique.push_back(std::move(pattern));
-    }
-  }
-  return unique;
-}
-
-}  // namespace
+using ::trainer_lora::config::NamePattern;
+using ::trainer_lora::config::TargetMatching;
 
 const std::vector<std::string>& DefaultLoraTargetModules() {
   static const auto* const kTargets = new std::vector<std::string>{
@@ -37,36 +16,57 @@ const std::vector<std::string>& DefaultLoraTargetModules() {
   return *kTargets;
 }
 
-TargetMatcher::TargetMatcher(std::vector<std::string> targets,
-                             std::vector<std::string> exclusions)
-    : targets_(std::move(targets)), exclusions_(std::move(exclusions)) {}
-
 absl::StatusOr<TargetMatcher> TargetMatcher::Create(
-    std::vector<std::string> targets, std::vector<std::string> exclusions) {
-  LORA_ASSIGN_OR_RETURN(targets,
-                        WithoutRepetitions(std::move(targets), "target"));
-  LORA_ASSIGN_OR_RETURN(exclusions,
-                        WithoutRepetitions(std::move(exclusions), "exclusion"));
-  if (targets.empty()) targets = DefaultLoraTargetModules();
-  return TargetMatcher(std::move(targets), std::move(exclusions));
-}
+    const config::LoraConfig& config,
+    const std::vector<std::string>& architecture_exclusions) {
+  const bool has_targets =
+      config.target_modules && !config.target_modules->empty();
+  const TargetMatching target_matching =
+      has_targets ? config.target_matching : TargetMatching::kSubstring;
 
-bool TargetMatcher::Selects(absl::string_view module_name) const {
-  const auto matches = [module_name](const std::string& pattern) {
-    return absl::StrContains(module_name, pattern);
+  TargetMatcher matcher;
+  for (const std::string& target :
+       has_targets ? *config.target_modules : DefaultLoraTargetModules()) {
+    if (std::find(matcher.targets_.begin(), matcher.targets_.end(), target) !=
+        matcher.targets_.end()) {
+      continue;
+    }
+    LORA_ASSIGN_OR_RETURN(NamePattern pattern,
+                          target == kAllLinear
+                              ? NamePattern::Create("*", TargetMatching::kGlob)
+                              : NamePattern::Create(target, target_matching));
+    matcher.targets_.push_back(target);
+    matcher.target_patterns_.push_back(std::move(pattern));
+  }
+  const auto exclude = [&](const std::vector<std::string>& exclusions,
+                           TargetMatching matching) -> absl::Status {
+    for (const std::string& exclusion : exclusions) {
+      LORA_ASSIGN_OR_RETURN(NamePattern pattern,
+                            NamePattern::Create(exclusion, matching));
+      matcher.exclusions_.push_back(std::move(pattern));
+    }
+    return absl::OkStatus();
   };
-  return !module_name.empty() &&
-         std::any_of(targets_.begin(), targets_.end(), matches) &&
-         std::none_of(exclusions_.begin(), exclusions_.end(), matches);
+  LORA_RETURN_IF_ERROR(exclude(config.exclude_modules, config.target_matching));
+  LORA_RETURN_IF_ERROR(
+      exclude(architecture_exclusions, TargetMatching::kSubstring));
+  return matcher;
 }
 
-std::vector<std::string> TargetMatcher::MatchingTargets(
+std::vector<size_t> TargetMatcher::MatchingTargets(
     absl::string_view module_name) const {
-  std::vector<std::string> matching;
-  for (const std::string& target : targets_) {
-    if (absl::StrContains(module_name, target)) matching.push_back(target);
+  std::vector<size_t> matching;
+  for (size_t i = 0; i < target_patterns_.size(); ++i) {
+    if (target_patterns_[i].Matches(module_name)) matching.push_back(i);
   }
   return matching;
+}
+
+bool TargetMatcher::IsExcluded(absl::string_view module_name) const {
+  return std::any_of(exclusions_.begin(), exclusions_.end(),
+                     [module_name](const NamePattern& exclusion) {
+                       return exclusion.Matches(module_name);
+                     });
 }
 
 }  // namespace trainer_lora::lora

@@ -1,19 +1,24 @@
-// Which modules of a model a list of targets and exclusions selects.
+// Which modules the targets and exclusions of a configuration select, by name.
 //
+//   config::LoraConfig config;
+//   config.target_modules = {"to_q", "to_v"};
+//   config.exclude_modules = {"embedder"};
 //   LORA_ASSIGN_OR_RETURN(TargetMatcher matcher,
-//                         TargetMatcher::Create({"to_q", "to_v"},
-//                         {"embedder"}));
-//   matcher.Selects("blocks.0.attn1.to_q");  // true
-//   matcher.Selects("embedder.to_q");        // false
+//                         TargetMatcher::Create(config));
+//   matcher.MatchingTargets("blocks.0.attn.to_v");  // {1}
+//   matcher.IsExcluded("embedder.to_q");            // true
 #ifndef TRAINER_LORA_LORA_TARGET_MATCHER_H_
 #define TRAINER_LORA_LORA_TARGET_MATCHER_H_
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "config/language_version.h"
+#include "config/lora_config.h"
+#include "config/name_pattern.h"
 
 namespace trainer_lora::lora {
 
@@ -22,33 +27,35 @@ namespace trainer_lora::lora {
 // transformers (to_q, ...) give them.
 const std::vector<std::string>& DefaultLoraTargetModules();
 
-// An immutable pair of target and exclusion lists; safe to share between
-// threads. A pattern matches a module whose full, dotted name contains it.
+// The target that stands for every layer that can take an adapter.
+inline constexpr char kAllLinear[] = "all-linear";
+
+// Immutable; safe to share between threads.
 class TargetMatcher {
  public:
-  // An empty `targets` stands for DefaultLoraTargetModules(). Repeated entries
-  // are merged. kInvalidArgument for an empty string, which would match
-  // everything.
+  // Patterns of `config`, as its target_matching says; without targets, the
+  // default ones, which are substrings. `architecture_exclusions` are
+  // substrings too. Repeated targets are merged. kInvalidArgument for a pattern
+  // that NamePattern refuses.
   static absl::StatusOr<TargetMatcher> Create(
-      std::vector<std::string> targets, std::vector<std::string> exclusions);
+      const config::LoraConfig& config,
+      const std::vector<std::string>& architecture_exclusions = {});
 
-  // Whether at least one target and no exclusion matches. The empty name, that
-  // of the root module, is never selected.
-  bool Selects(absl::string_view module_name) const;
+  // The targets that match, as indices into targets(), ascending. Whether the
+  // name is excluded makes no difference.
+  std::vector<size_t> MatchingTargets(absl::string_view module_name) const;
 
-  // The targets that match the name, whatever the exclusions say, in the order
-  // of targets().
-  std::vector<std::string> MatchingTargets(absl::string_view module_name) const;
+  bool IsExcluded(absl::string_view module_name) const;
 
   // In the order given, without repetitions.
   const std::vector<std::string>& targets() const { return targets_; }
 
  private:
-  TargetMatcher(std::vector<std::string> targets,
-                std::vector<std::string> exclusions);
+  TargetMatcher() = default;
 
   std::vector<std::string> targets_;
-  std::vector<std::string> exclusions_;
+  std::vector<config::NamePattern> target_patterns_;  // of targets_, in order
+  std::vector<config::NamePattern> exclusions_;
 };
 
 }  // namespace trainer_lora::lora

@@ -32,6 +32,7 @@
 #include "examples/sentence_encoder/progress.h"
 #include "examples/sentence_encoder/trainer.h"
 #include "examples/sentence_encoder/training_config.h"
+#include "lora/model_summary.h"
 #include "tools/cpp/runfiles/runfiles.h"
 
 ABSL_FLAG(std::string, config, "",
@@ -201,10 +202,8 @@ absl::Status TrainAsRank(const Run& run,
   if (!created.ok()) return created.status();
   Trainer& trainer = **created;
   if (is_first) {
-    absl::PrintF(
-        "trainable: %d of %d parameters (%.2f %%)\n",
-        trainer.num_trainable_parameters(), trainer.num_parameters(),
-        100.0 * trainer.num_trainable_parameters() / trainer.num_parameters());
+    absl::PrintF("%s", lora::SummaryTable(
+                           {{"student", lora::Summarize(*trainer.encoder())}}));
     PrintMetrics("before",
                  EvaluateWithAllCores(trainer, environment.local_world_size));
   }

@@ -37,13 +37,10 @@ absl::StatusOr<BertEncoder> LoadEncoder(
     encoder = BertEncoder(*bert_config);
   }
 
-  absl::StatusOr<lora::LoraTrainingOptions> options =
-      lora::LoraTrainingOptions::FromConfig(config.lora);
-  if (!options.ok()) return options.status();
-  options->prepare_for_fsdp = true;
-  options->initialization.seed = static_cast<uint64_t>(config.seed);
+  lora::LoraTrainingOptions options;
+  options.prepare_for_fsdp = true;
   absl::StatusOr<lora::LoraTraining> training =
-      lora::EnableLoraTraining(*encoder, *options);
+      lora::EnableLoraTraining(*encoder, config.lora, options);
   if (!training.ok()) return training.status();
 
   distributed::LoadCheckpointOptions load_options;
@@ -71,12 +68,6 @@ std::vector<at::Tensor> TrainableTensors(const BertEncoder& encoder) {
     tensors.push_back(item.parameter);
   }
   return tensors;
-}
-
-int64_t CountElements(const std::vector<at::Tensor>& tensors) {
-  return std::accumulate(
-      tensors.begin(), tensors.end(), int64_t{0},
-      [](int64_t sum, const at::Tensor& t) { return sum + t.numel(); });
 }
 
 // A permutation of [0, size) that is the same on every rank and platform, which
@@ -229,14 +220,6 @@ RetrievalMetrics Trainer::Evaluate() {
 absl::Status Trainer::Save(const std::string& folder) const {
   return lora::SaveAdapter(*encoder_, folder,
                            {kBaseModel, "FEATURE_EXTRACTION"});
-}
-
-int64_t Trainer::num_trainable_parameters() const {
-  return CountElements(trainable_);
-}
-
-int64_t Trainer::num_parameters() const {
-  return CountElements(encoder_->parameters());
 }
 
 }  // namespace trainer_lora::examples

@@ -62,9 +62,6 @@ class Trainer {
   // Writes the adapter to a new folder; one rank calls it.
   absl::Status Save(const std::string& folder) const;
 
-  int64_t num_trainable_parameters() const;
-  int64_t num_parameters() const;
-
   // The model that is trained.
   BertEncoder& encoder() { return encoder_; }
 

@@ -12,6 +12,7 @@
 
 #include "ATen/Functions.h"
 #include "absl/status/status.h"
+#include "config/lora_config.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -42,15 +43,20 @@ struct Model : torch::nn::Module {
   ReplicatedLinear to_v{5, 3};
 };
 
+config::LoraConfig Config(int64_t rank = 2, double alpha = 4) {
+  config::LoraConfig config;
+  config.enable = true;
+  config.rank = rank;
+  config.alpha = alpha;
+  return config;
+}
+
 // A model with adapters of random values.
 std::unique_ptr<Model> AdaptedModel(int64_t rank = 2, double alpha = 4,
                                     at::ScalarType dtype = at::kFloat) {
   auto model = std::make_unique<Model>();
   model->to(dtype);
-  LoraTrainingOptions options;
-  options.rank = rank;
-  options.alpha = alpha;
-  EXPECT_THAT(EnableLoraTraining(*model, options), IsOk());
+  EXPECT_THAT(EnableLoraTraining(*model, Config(rank, alpha)), IsOk());
   for (const auto& item : TrainableParameters(*model)) {
     item.parameter.detach().uniform_(-1, 1);
   }
@@ -218,6 +224,60 @@ TEST_F(AdapterFileTest, LoadingWithAnotherRankOrAlphaNamesBoth) {
                        AllOf(HasSubstr("alpha 32"), HasSubstr("alpha 16"))));
 }
 
+TEST_F(AdapterFileTest, LayersKeepTheirOwnRankAndAlpha) {
+  config::LoraConfig config = Config(/*rank=*/2, /*alpha=*/4);
+  config.rank_pattern = {{"to_v", 3}};
+  config.alpha_pattern = {{"to_v", 0.5}};
+  config.dropout = 0.25;
+  Model model;
+  ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
+  ASSERT_THAT(SaveAdapter(model, Path("adapter")), IsOk());
+
+  const nlohmann::json saved = ReadConfig("adapter");
+  EXPECT_EQ(saved["r"], 2);
+  EXPECT_EQ(saved["lora_alpha"], 4);
+  EXPECT_EQ(saved["rank_pattern"], (nlohmann::json{{"^to_v", 3}}));
+  EXPECT_EQ(saved["alpha_pattern"], (nlohmann::json{{"^to_v", 0.5}}));
+  EXPECT_EQ(saved["lora_dropout"], 0.25);
+
+  Model copy;
+  ASSERT_THAT(EnableLoraTraining(copy, config), IsOk());
+  ASSERT_THAT(LoadAdapter(copy, Path("adapter")), IsOk());
+  ExpectEqual(AdapterValues(copy), AdapterValues(model));
+
+  config.alpha_pattern[0].second = 1;
+  Model other;
+  ASSERT_THAT(EnableLoraTraining(other, config), IsOk());
+  EXPECT_THAT(LoadAdapter(other, Path("adapter")),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr("to_v"), HasSubstr("alpha 0.5"),
+                             HasSubstr("alpha 1"))));
+}
+
+// PEFT's own files name layers by the end of their names.
+TEST_F(AdapterFileTest, ReadsPatternsAsPeftDoes) {
+  ASSERT_THAT(SaveAdapter(*AdaptedModel(), Path("adapter")), IsOk());
+  const auto load = [&](const std::string& patterns) {
+    WriteConfig(
+        "adapter",
+        R"({"peft_type": "LORA", "r": 8, "lora_alpha": 16, )" + patterns + "}");
+    return LoadAdapter(*AdaptedModel(/*rank=*/2, /*alpha=*/4), Path("adapter"));
+  };
+  EXPECT_THAT(load(R"("rank_pattern": {"to_q": 2, "to_[vw]": 2, ".*": 3},)"
+                   R"("alpha_pattern": {"to_.": 4})"),
+              IsOk());
+  EXPECT_THAT(load(R"("rank_pattern": {"o_q": 2, "to_v": 2},)"
+                   R"("alpha_pattern": {"to_.": 4})"),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("to_q was saved with rank 8 and alpha 4")));
+  EXPECT_THAT(load(R"-("rank_pattern": {"(?=to_q)": 2})-"),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("(?=to_q)\" of rank_pattern")));
+  EXPECT_THAT(load(R"("rank_pattern": {"to_q": "2"})"),
+              StatusIs(absl::StatusCode::kDataLoss,
+                       HasSubstr("rank_pattern.to_q must be a number")));
+}
+
 TEST_F(AdapterFileTest, LoadingTensorsThatDoNotFitNamesThemAll) {
   ASSERT_THAT(SaveAdapter(*AdaptedModel(), Path("adapter")), IsOk());
   const std::vector<float> data(64, 1.0F);
@@ -268,12 +328,12 @@ TEST_F(AdapterFileTest, BrokenFoldersAreClearErrors) {
            Case{"{" + numbers + "}", StatusCode::kFailedPrecondition,
                 "peft_type is not LORA"},
            Case{R"({"peft_type": "LORA", "r": "2", "lora_alpha": 4})",
-                StatusCode::kDataLoss, "must be numbers"},
+                StatusCode::kDataLoss, "r must be a number"},
            Case{R"({"peft_type": "LORA", "use_dora": true, )" + numbers + "}",
                 StatusCode::kFailedPrecondition, "use_dora is not supported"},
            Case{R"({"peft_type": "LORA", "rank_pattern": {"to_q": 4}, )" +
                     numbers + "}",
-                StatusCode::kFailedPrecondition, "rank_pattern"},
+                StatusCode::kFailedPrecondition, "to_q was saved with rank 4"},
        }) {
     WriteConfig("adapter", test.config);
     EXPECT_THAT(LoadAdapter(*model, Path("adapter")),

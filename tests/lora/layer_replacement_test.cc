@@ -4,8 +4,8 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -28,6 +28,7 @@
 #include "torch/nn/modules/container/modulelist.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/nn/modules/normalization.h"
+#include "torch/optim/sgd.h"
 
 namespace trainer_lora::lora {
 namespace {
@@ -85,13 +86,18 @@ struct Model : torch::nn::Module {
   torch::nn::ModuleList blocks{nullptr};
 };
 
-LoraTrainingOptions Options(std::vector<std::string> targets = {"to_q"},
-                            bool prepare_for_fsdp = false) {
+config::LoraConfig Config(std::vector<std::string> targets = {"to_q"}) {
+  config::LoraConfig config;
+  config.enable = true;
+  config.rank = 2;
+  config.target_modules = std::move(targets);
+  config.seed = 42;
+  return config;
+}
+
+LoraTrainingOptions ForFsdp() {
   LoraTrainingOptions options;
-  options.rank = 2;
-  options.target_modules = std::move(targets);
-  options.prepare_for_fsdp = prepare_for_fsdp;
-  options.initialization.seed = 42;
+  options.prepare_for_fsdp = true;
   return options;
 }
 
@@ -139,7 +145,7 @@ TEST(EnableLoraTrainingTest, AdaptsTheTargetsAndFreezesTheRest) {
   Model model;
   model.eval();
   LORA_ASSERT_OK_AND_ASSIGN(const LoraTraining training,
-                            EnableLoraTraining(model, Options()));
+                            EnableLoraTraining(model, Config()));
   EXPECT_THAT(training.layer_names,
               ElementsAre("blocks.0.attn.to_q", "blocks.1.attn.to_q"));
   EXPECT_THAT(
@@ -153,13 +159,13 @@ TEST(EnableLoraTrainingTest, AtStepZeroTheOutputIsBitwiseTheBaseModels) {
   Model model;
   const at::Tensor input = at::randn({3, kWidth});
   const at::Tensor base_output = model.forward(input);
-  ASSERT_THAT(EnableLoraTraining(model, Options({"to_q", "to_k"})), IsOk());
+  ASSERT_THAT(EnableLoraTraining(model, Config({"to_q", "to_k"})), IsOk());
   EXPECT_TRUE(at::equal(model.forward(input), base_output));
 }
 
 TEST(EnableLoraTrainingTest, EveryAdapterChangesWithinOneStepOfTraining) {
   Model model;
-  ASSERT_THAT(EnableLoraTraining(model, Options({"to_q", "to_k"})), IsOk());
+  ASSERT_THAT(EnableLoraTraining(model, Config({"to_q", "to_k"})), IsOk());
   // lora_B starts at zero, so lora_A has a gradient from the second step on.
   for (int step = 0; step < 2; ++step) {
     for (const auto& item : TrainableParameters(model)) {
@@ -182,9 +188,9 @@ TEST(EnableLoraTrainingTest, AlphaDefaultsToTheRankAndAFractionIsKept) {
        std::vector<std::pair<std::optional<double>, double>>{
            {std::nullopt, 2}, {0.5, 0.5}, {32, 32}}) {
     Model model;
-    LoraTrainingOptions options = Options();
-    options.alpha = alpha;
-    ASSERT_THAT(EnableLoraTraining(model, options), IsOk());
+    config::LoraConfig config = Config();
+    config.alpha = alpha;
+    ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
     EXPECT_EQ(LoraLayers(model)[0].layer->lora_alpha(), expected);
   }
 }
@@ -192,17 +198,192 @@ TEST(EnableLoraTrainingTest, AlphaDefaultsToTheRankAndAFractionIsKept) {
 TEST(EnableLoraTrainingTest, AnEmptyTargetListMeansTheDefaults) {
   Model model;
   LORA_ASSERT_OK_AND_ASSIGN(const LoraTraining training,
-                            EnableLoraTraining(model, Options({})));
+                            EnableLoraTraining(model, Config({})));
   EXPECT_EQ(training.layer_names.size(), 4);
 }
 
 TEST(EnableLoraTrainingTest, ExclusionsWinOverTargets) {
   Model model;
-  LoraTrainingOptions options = Options();
-  options.excluded_modules = {"blocks.0"};
+  config::LoraConfig config = Config();
+  config.exclude_modules = {"blocks.0"};
   LORA_ASSERT_OK_AND_ASSIGN(const LoraTraining training,
-                            EnableLoraTraining(model, options));
+                            EnableLoraTraining(model, config));
   EXPECT_THAT(training.layer_names, ElementsAre("blocks.1.attn.to_q"));
+}
+
+// The architecture's are substrings, whatever the configuration's are.
+TEST(EnableLoraTrainingTest, TheArchitectureExcludesBySubstrings) {
+  Model model;
+  config::LoraConfig config = Config();
+  config.target_matching = config::TargetMatching::kSuffix;
+  LoraTrainingOptions options;
+  options.architecture_exclusions = {"locks.0"};
+  LogCapture logs;
+  LORA_ASSERT_OK_AND_ASSIGN(const LoraTraining training,
+                            EnableLoraTraining(model, config, options));
+  EXPECT_THAT(training.layer_names, ElementsAre("blocks.1.attn.to_q"));
+  EXPECT_THAT(logs.Messages(LogLevel::kWarning), IsEmpty());
+}
+
+TEST(EnableLoraTrainingTest, WarnsOfAnExclusionWithoutEffect) {
+  Model model;
+  config::LoraConfig config = Config();
+  config.target_matching = config::TargetMatching::kSuffix;
+  // As a suffix, `attn` names a container, and nothing below it.
+  config.exclude_modules = {"proj", "attn", "embedder"};
+  LogCapture logs;
+  ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
+  EXPECT_THAT(logs.Messages(LogLevel::kWarning),
+              ElementsAre(HasSubstr("'attn' matches no linear layer"),
+                          HasSubstr("'embedder' matches no linear layer")));
+}
+
+TEST(EnableLoraTrainingTest, MatchesInEachOfTheWays) {
+  struct Case {
+    config::TargetMatching matching;
+    std::string target;
+    std::vector<std::string> layers;
+  };
+  using config::TargetMatching;
+  const Case cases[] = {
+      {TargetMatching::kSubstring,
+       "0.attn.to_",
+       {"blocks.0.attn.to_q", "blocks.0.attn.to_k"}},
+      {TargetMatching::kExact, "blocks.1.attn.to_q", {"blocks.1.attn.to_q"}},
+      {TargetMatching::kSuffix,
+       "to_k",
+       {"blocks.0.attn.to_k", "blocks.1.attn.to_k"}},
+      {TargetMatching::kGlob,
+       "*.1.*.to_[qk]",
+       {"blocks.1.attn.to_q", "blocks.1.attn.to_k"}},
+      {TargetMatching::kRegex, "blocks\\.(0|7)\\..*q", {"blocks.0.attn.to_q"}},
+      {TargetMatching::kExact,
+       "all-linear",
+       {"blocks.0.attn.to_q", "blocks.0.attn.to_k", "blocks.1.attn.to_q",
+        "blocks.1.attn.to_k"}},
+  };
+  for (const Case& test : cases) {
+    Model model;
+    config::LoraConfig config = Config({test.target});
+    config.target_matching = test.matching;
+    LORA_ASSERT_OK_AND_ASSIGN(const LoraTraining training,
+                              EnableLoraTraining(model, config));
+    EXPECT_EQ(training.layer_names, test.layers) << test.target;
+  }
+}
+
+TEST(EnableLoraTrainingTest, AllLinearNamesTheStockLayersItCannotAdapt) {
+  Model model(1);
+  LogCapture logs;
+  ASSERT_THAT(EnableLoraTraining(model, Config({"all-linear"})), IsOk());
+  EXPECT_THAT(logs.Messages(LogLevel::kWarning),
+              ElementsAre(AllOf(HasSubstr("blocks.0.proj"),
+                                HasSubstr("ReplicatedLinear"))));
+}
+
+TEST(EnableLoraTrainingTest, TheDefaultTargetsWarnOfNothing) {
+  Model model;
+  LogCapture logs;
+  ASSERT_THAT(EnableLoraTraining(model, Config({})), IsOk());
+  EXPECT_THAT(logs.Messages(LogLevel::kWarning), IsEmpty());
+}
+
+TEST(EnableLoraTrainingTest, PatternsGiveLayersTheirOwnRankAndAlpha) {
+  Model model;
+  config::LoraConfig config = Config({"all-linear"});
+  config.alpha = 6;
+  // The first that matches counts.
+  config.rank_pattern = {{"0.attn.to_q", 4}, {"to_q", 3}};
+  config.alpha_pattern = {{"blocks.1", 0.5}};
+  ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
+  const std::vector<NamedLoraLayer> layers = LoraLayers(model);
+  const int64_t ranks[] = {4, 2, 3, 2};
+  const double alphas[] = {6, 6, 0.5, 0.5};
+  ASSERT_EQ(layers.size(), 4);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    EXPECT_EQ(layers[i].layer->lora_rank(), ranks[i]) << layers[i].name;
+    EXPECT_EQ(layers[i].layer->lora_alpha(), alphas[i]) << layers[i].name;
+    EXPECT_EQ(layers[i].layer->lora_A().size(0), ranks[i]);
+    EXPECT_EQ(layers[i].layer->lora_B().size(1), ranks[i]);
+  }
+}
+
+TEST(EnableLoraTrainingTest, AlphaDefaultsToTheLayersOwnRank) {
+  Model model;
+  config::LoraConfig config = Config();
+  config.rank_pattern = {{"blocks.0", 4}};
+  ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
+  EXPECT_EQ(LoraLayers(model)[0].layer->lora_alpha(), 4);
+  EXPECT_EQ(LoraLayers(model)[2].layer->lora_alpha(), 2);
+}
+
+TEST(EnableLoraTrainingTest, AdapterDtypeIsAnOption) {
+  struct Case {
+    config::AdapterDtype option;
+    at::ScalarType base;
+    at::ScalarType adapter;
+  };
+  using config::AdapterDtype;
+  for (const Case& test :
+       {Case{AdapterDtype::kBase, at::kBFloat16, at::kBFloat16},
+        Case{AdapterDtype::kFloat32, at::kBFloat16, at::kFloat},
+        Case{AdapterDtype::kFloat32, at::kHalf, at::kFloat},
+        Case{AdapterDtype::kBFloat16, at::kFloat, at::kBFloat16},
+        Case{AdapterDtype::kFloat16, at::kFloat, at::kHalf}}) {
+    Model model(1);
+    model.to(test.base);
+    config::LoraConfig config = Config();
+    config.adapter_dtype = test.option;
+    ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
+    const LoraLayer& layer = *LoraLayers(model)[0].layer;
+    EXPECT_EQ(layer.lora_A().scalar_type(), test.adapter);
+    EXPECT_EQ(layer.lora_B().scalar_type(), test.adapter);
+    const at::Tensor output = model.blocks[0]->as<BlockImpl>()->attn->to_q(
+        at::ones({2, kWidth}, test.base));
+    EXPECT_EQ(output.scalar_type(), test.base);
+  }
+}
+
+TEST(EnableLoraTrainingTest, TheInitializationKindIsAnOption) {
+  const auto lora_A = [](config::AdapterInitialization kind) {
+    Model model(1);
+    config::LoraConfig config = Config();
+    config.initialization = kind;
+    EXPECT_THAT(EnableLoraTraining(model, config), IsOk());
+    return LoraLayers(model)[0].layer->lora_A().detach();
+  };
+  const at::Tensor uniform = lora_A(config::AdapterInitialization::kDefault);
+  const at::Tensor gaussian = lora_A(config::AdapterInitialization::kGaussian);
+  EXPECT_LE(uniform.abs().max().item<double>(), 1 / std::sqrt(8.0));
+  EXPECT_GT(gaussian.abs().max().item<double>(), 1 / std::sqrt(8.0));
+}
+
+// Dropout with a mask that is drawn in training alone, and on the adapter's
+// input alone.
+TEST(EnableLoraTrainingTest, DropoutReachesTheAdaptersInputInTrainingAlone) {
+  Model model(1);
+  config::LoraConfig config = Config();
+  config.dropout = 0.5;
+  ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
+  auto to_q = model.blocks[0]->as<BlockImpl>()->attn->to_q;
+  const at::Tensor input = at::randn({64, kWidth});
+  const at::Tensor base = to_q(input);  // lora_B is zero
+  to_q->lora_B().detach().fill_(1);
+
+  model.eval();
+  EXPECT_TRUE(at::equal(to_q(input), to_q(input)));
+  const at::Tensor full = to_q(input);
+  model.train();
+  at::manual_seed(5);
+  const at::Tensor dropped = to_q(input);
+  at::manual_seed(5);
+  const at::Tensor mask =
+      at::dropout(at::ones_like(input), 0.5, /*train=*/true);
+  const at::Tensor expected =
+      base +
+      at::linear(at::linear(input * mask, to_q->lora_A()), to_q->lora_B());
+  EXPECT_TRUE(at::allclose(dropped, expected, 1e-5, 1e-5));
+  EXPECT_FALSE(at::allclose(dropped, full, 1e-2, 1e-2));
 }
 
 // `attn` also names a container, a norm and an activation.
@@ -210,7 +391,7 @@ TEST(EnableLoraTrainingTest, ATargetThatNamesAContainerAdaptsTheLinearsBelow) {
   Model model(1);
   LogCapture logs;
   LORA_ASSERT_OK_AND_ASSIGN(const LoraTraining training,
-                            EnableLoraTraining(model, Options({"attn"})));
+                            EnableLoraTraining(model, Config({"attn"})));
   EXPECT_THAT(training.layer_names,
               ElementsAre("blocks.0.attn.to_q", "blocks.0.attn.to_k"));
   EXPECT_THAT(logs.Messages(LogLevel::kWarning), IsEmpty());
@@ -218,7 +399,7 @@ TEST(EnableLoraTrainingTest, ATargetThatNamesAContainerAdaptsTheLinearsBelow) {
 
 TEST(EnableLoraTrainingTest, TheRootModuleIsNeverAdapted) {
   ReplicatedLinear model(kWidth, kWidth);
-  EXPECT_THAT(EnableLoraTraining(*model, Options({"Linear"})),
+  EXPECT_THAT(EnableLoraTraining(*model, Config({"Linear"})),
               StatusIs(absl::StatusCode::kInvalidArgument,
                        HasSubstr("no layer that can take a LoRA adapter")));
   EXPECT_FALSE(model->is_adapted());
@@ -227,7 +408,7 @@ TEST(EnableLoraTrainingTest, TheRootModuleIsNeverAdapted) {
 TEST(EnableLoraTrainingTest, LogsRankAlphaAndLayerCount) {
   Model model;
   LogCapture logs;
-  ASSERT_THAT(EnableLoraTraining(model, Options()), IsOk());
+  ASSERT_THAT(EnableLoraTraining(model, Config()), IsOk());
   EXPECT_THAT(
       logs.Messages(LogLevel::kInfo),
       ElementsAre("Enabled LoRA training with rank=2 alpha=2 on 2 layers"));
@@ -237,30 +418,30 @@ TEST(EnableLoraTrainingTest, WarnsOfATargetThatMatchesNothing) {
   Model model;
   LogCapture logs;
   ASSERT_THAT(EnableLoraTraining(
-                  model, Options({"to_q", "feed_forward.w1feed_forward.w2"})),
+                  model, Config({"to_q", "feed_forward.w1feed_forward.w2"})),
               IsOk());
   EXPECT_THAT(logs.Messages(LogLevel::kWarning),
-              ElementsAre(HasSubstr("'feed_forward.w1feed_forward.w2' matches "
+              ElementsAre(HasSubstr("'feed_forward.w1feed_forward.w2' selects "
                                     "no layer")));
 }
 
 TEST(EnableLoraTrainingTest, WarnsOfStockLinearLayersAndSaysWhatToUse) {
   Model model(1);
   LogCapture logs;
-  ASSERT_THAT(EnableLoraTraining(model, Options({"to_q", "proj"})), IsOk());
+  ASSERT_THAT(EnableLoraTraining(model, Config({"to_q", "proj"})), IsOk());
   EXPECT_THAT(logs.Messages(LogLevel::kWarning),
               UnorderedElementsAre(
                   AllOf(HasSubstr("blocks.0.proj"),
                         HasSubstr("trainer_lora::lora::ReplicatedLinear")),
-                  HasSubstr("'proj' matches no layer")));
+                  HasSubstr("'proj' selects no layer")));
 }
 
 TEST(EnableLoraTrainingTest, WarnsOfARankLargerThanTheLayer) {
   Model model(1);
   LogCapture logs;
-  LoraTrainingOptions options = Options();
-  options.rank = kWidth + 1;
-  ASSERT_THAT(EnableLoraTraining(model, options), IsOk());
+  config::LoraConfig config = Config();
+  config.rank = kWidth + 1;
+  ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
   EXPECT_THAT(logs.Messages(LogLevel::kWarning),
               ElementsAre(AllOf(HasSubstr("blocks.0.attn.to_q"),
                                 HasSubstr("rank 9 is larger than 8"))));
@@ -269,35 +450,38 @@ TEST(EnableLoraTrainingTest, WarnsOfARankLargerThanTheLayer) {
 TEST(EnableLoraTrainingTest, ErrorsLeaveTheModelAsItWas) {
   struct Case {
     std::string name;
-    LoraTrainingOptions options;
+    config::LoraConfig config;
     std::string message;
   };
   std::vector<Case> cases;
   const auto add = [&cases](std::string name, std::string message) {
-    cases.push_back({std::move(name), Options(), std::move(message)});
-    return &cases.back().options;
+    cases.push_back({std::move(name), Config(), std::move(message)});
+    return &cases.back().config;
   };
-  add("rank 0", "rank must be > 0, got 0")->rank = 0;
-  add("rank -1", "rank must be > 0, got -1")->rank = -1;
-  add("alpha 0", "alpha must be finite and > 0, got 0")->alpha = 0;
-  add("alpha -8", "alpha must be finite")->alpha = -8;
-  add("alpha nan", "alpha must be finite")->alpha = std::nan("");
-  add("alpha inf", "alpha must be finite")->alpha =
-      std::numeric_limits<double>::infinity();
-  add("empty target", "target is an empty string")->target_modules = {""};
+  add("disabled", "disabled")->enable = false;
+  add("no rank", "rank must be")->rank = std::nullopt;
+  add("rank 0", "rank must be")->rank = 0;
+  add("alpha nan", "alpha must be")->alpha = std::nan("");
+  add("empty target", "target_modules must be")->target_modules = {""};
   add("no such layer", "targets [to_z, to_y]")->target_modules = {"to_z",
                                                                   "to_y"};
   // Never zero trainables in silence.
   add("stock layers only", "blocks.0.proj, blocks.1.proj: torch::nn::Linear")
       ->target_modules = {"proj"};
-  add("all excluded", "no layer that can take")->excluded_modules = {"to_"};
+  add("all excluded", "no layer that can take")->exclude_modules = {"to_"};
+  add("rank pattern", "rank_pattern has patterns without effect: to_v, to_w")
+      ->rank_pattern = {{"to_v", 4}, {"to_q", 4}, {"to_w", 4}};
+  add("alpha pattern", "alpha_pattern has patterns without effect: to_k")
+      ->alpha_pattern = {{"to_k", 4}};
+  add("hidden pattern", "rank_pattern has patterns without effect: to_q")
+      ->rank_pattern = {{"blocks", 4}, {"to_q", 8}};
 
   for (const Case& test : cases) {
     Model model;
     model.eval();
     const Snapshot before(model);
     EXPECT_THAT(
-        EnableLoraTraining(model, test.options),
+        EnableLoraTraining(model, test.config),
         StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(test.message)))
         << test.name;
     EXPECT_TRUE(before == Snapshot(model)) << test.name;
@@ -307,9 +491,9 @@ TEST(EnableLoraTrainingTest, ErrorsLeaveTheModelAsItWas) {
 TEST(EnableLoraTrainingTest, EnablingTwiceIsAnErrorAndNeverWrapsAWrapper) {
   for (const char* second_target : {"to_q", "to_k"}) {
     Model model;
-    ASSERT_THAT(EnableLoraTraining(model, Options()), IsOk());
+    ASSERT_THAT(EnableLoraTraining(model, Config()), IsOk());
     const Snapshot before(model);
-    EXPECT_THAT(EnableLoraTraining(model, Options({second_target})),
+    EXPECT_THAT(EnableLoraTraining(model, Config({second_target})),
                 StatusIs(absl::StatusCode::kFailedPrecondition,
                          HasSubstr("blocks.0.attn.to_q")));
     EXPECT_TRUE(before == Snapshot(model));
@@ -320,7 +504,7 @@ TEST(EnableLoraTrainingTest, AliasesEveryStateOfEveryAdaptedLayer) {
   Model model(1);
   LORA_ASSERT_OK_AND_ASSIGN(
       const LoraTraining training,
-      EnableLoraTraining(model, Options({"to_q", "to_k"}, true)));
+      EnableLoraTraining(model, Config({"to_q", "to_k"}), ForFsdp()));
   const distributed::KeyAliases& aliases = training.checkpoint_key_aliases;
   EXPECT_EQ(aliases.size(), 3);  // to_k has no bias
   for (const char* state : {"to_q.weight", "to_q.bias", "to_k.weight"}) {
@@ -343,7 +527,7 @@ struct SharedLayerModel : torch::nn::Module {
 TEST(EnableLoraTrainingTest, ASharedLayerHasOneAdapterAndAnAliasForEachName) {
   SharedLayerModel model;
   LORA_ASSERT_OK_AND_ASSIGN(const LoraTraining training,
-                            EnableLoraTraining(model, Options()));
+                            EnableLoraTraining(model, Config()));
   EXPECT_THAT(training.layer_names, ElementsAre("encoder_to_q"));
   EXPECT_THAT(TrainableNames(model),
               ElementsAre("encoder_to_q.lora_A", "encoder_to_q.lora_B"));
@@ -353,6 +537,39 @@ TEST(EnableLoraTrainingTest, ASharedLayerHasOneAdapterAndAnAliasForEachName) {
             "decoder_to_q.base_layer.weight");
 }
 
+// A checkpoint may use the name that no target matches.
+TEST(EnableLoraTrainingTest, ASharedLayerIsAliasedUnderNamesThatNoTargetHas) {
+  SharedLayerModel model;
+  LORA_ASSERT_OK_AND_ASSIGN(const LoraTraining training,
+                            EnableLoraTraining(model, Config({"decoder"})));
+  EXPECT_THAT(training.layer_names, ElementsAre("encoder_to_q"));
+  EXPECT_EQ(training.checkpoint_key_aliases.size(), 4);
+}
+
+TEST(EnableLoraTrainingTest, ASharedLayerIsExcludedUnderAnyOfItsNames) {
+  SharedLayerModel model;
+  config::LoraConfig config = Config();
+  config.exclude_modules = {"decoder"};
+  EXPECT_THAT(EnableLoraTraining(model, config),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("no layer that can take")));
+}
+
+TEST(EnableLoraTrainingTest, AnOptimizerStepsASharedLayerOnce) {
+  SharedLayerModel model;
+  ASSERT_THAT(EnableLoraTraining(model, Config()), IsOk());
+  model.to_q(model.to_q(at::ones({1, kWidth}))).sum().backward();
+  std::vector<at::Tensor> parameters;
+  for (const auto& item : TrainableParameters(model)) {
+    parameters.push_back(item.parameter);
+  }
+  const at::Tensor lora_B = model.to_q->lora_B();
+  const at::Tensor expected = lora_B.detach() - 0.1 * lora_B.grad();
+  torch::optim::SGD optimizer(parameters, /*lr=*/0.1);
+  optimizer.step();
+  EXPECT_TRUE(at::equal(lora_B.detach(), expected));
+}
+
 TEST(EnableLoraTrainingTest, TheDirectPathRefusesAMetaModel) {
   std::unique_ptr<Model> model;
   {
@@ -360,7 +577,7 @@ TEST(EnableLoraTrainingTest, TheDirectPathRefusesAMetaModel) {
     model = std::make_unique<Model>();
   }
   const Snapshot before(*model);
-  EXPECT_THAT(EnableLoraTraining(*model, Options()),
+  EXPECT_THAT(EnableLoraTraining(*model, Config()),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        HasSubstr("on the meta device")));
   EXPECT_TRUE(before == Snapshot(*model));
@@ -383,7 +600,7 @@ TEST(EnableLoraTrainingTest, BothPathsOnRealAndMetaModelsGiveTheSameModel) {
   Model base;
   const std::string checkpoint =
       SaveBaseCheckpoint(base, "both_paths.safetensors");
-  ASSERT_THAT(EnableLoraTraining(base, Options()), IsOk());
+  ASSERT_THAT(EnableLoraTraining(base, Config()), IsOk());
 
   for (const bool on_meta : {false, true}) {
     std::unique_ptr<Model> model;
@@ -394,12 +611,13 @@ TEST(EnableLoraTrainingTest, BothPathsOnRealAndMetaModelsGiveTheSameModel) {
     }
     LORA_ASSERT_OK_AND_ASSIGN(
         LoraTraining training,
-        EnableLoraTraining(*model, Options({"to_q"}, true)));
+        EnableLoraTraining(*model, Config({"to_q"}), ForFsdp()));
     EXPECT_EQ(TrainableNames(*model).size(), 4);
     if (on_meta) {
-      EXPECT_THAT(FinalizeLoraTraining(*model),
-                  StatusIs(absl::StatusCode::kFailedPrecondition,
-                           HasSubstr("still on the meta device")));
+      EXPECT_THAT(
+          FinalizeLoraTraining(*model),
+          StatusIs(absl::StatusCode::kFailedPrecondition,
+                   HasSubstr("are on the meta device: load the base weights")));
     }
     distributed::LoadCheckpointOptions options;
     options.aliases = std::move(training.checkpoint_key_aliases);
@@ -422,7 +640,7 @@ TEST(EnableLoraTrainingTest, BothPathsOnRealAndMetaModelsGiveTheSameModel) {
 
 TEST(FinalizeLoraTrainingTest, EnablesExactlyTheAdaptersAndTrainMode) {
   Model model;
-  ASSERT_THAT(EnableLoraTraining(model, Options({"to_q"}, true)), IsOk());
+  ASSERT_THAT(EnableLoraTraining(model, Config({"to_q"}), ForFsdp()), IsOk());
   for (const at::Tensor& parameter : model.parameters()) {
     parameter.set_requires_grad(true);
   }
@@ -459,7 +677,7 @@ TEST(FinalizeLoraTrainingTest, RefusesALayerWithoutItsAdapter) {
   Model model;
   auto forgetful = std::make_shared<ForgetfulLinearImpl>();
   model.register_module("last_to_q", forgetful);
-  ASSERT_THAT(EnableLoraTraining(model, Options({"to_q"}, true)), IsOk());
+  ASSERT_THAT(EnableLoraTraining(model, Config({"to_q"}), ForFsdp()), IsOk());
   forgetful->ForgetLoraB();
   model.eval();
   const Snapshot before(model);
@@ -468,31 +686,6 @@ TEST(FinalizeLoraTrainingTest, RefusesALayerWithoutItsAdapter) {
                        HasSubstr("last_to_q has lost its adapter parameter "
                                  "lora_B")));
   EXPECT_TRUE(before == Snapshot(model));
-}
-
-TEST(LoraTrainingOptionsTest, TakesRankAlphaAndTargetsFromTheConfig) {
-  config::LoraConfig config;
-  config.enable = true;
-  config.rank = 16;
-  config.alpha = 0.5;
-  config.target_modules = {"to_q"};
-  LORA_ASSERT_OK_AND_ASSIGN(const LoraTrainingOptions options,
-                            LoraTrainingOptions::FromConfig(config));
-  EXPECT_EQ(options.rank, 16);
-  EXPECT_EQ(options.alpha, 0.5);
-  EXPECT_THAT(options.target_modules, ElementsAre("to_q"));
-}
-
-TEST(LoraTrainingOptionsTest, RefusesADisabledOrBrokenConfig) {
-  config::LoraConfig config;
-  config.rank = 16;
-  EXPECT_THAT(
-      LoraTrainingOptions::FromConfig(config),
-      StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("disabled")));
-  config.enable = true;
-  config.rank = 0;
-  EXPECT_THAT(LoraTrainingOptions::FromConfig(config),
-              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("rank")));
 }
 
 }  // namespace

@@ -29,9 +29,16 @@ using ::testing::HasSubstr;
 using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::StatusIs;
 
+LoraAdapterOptions Options(int64_t rank, double alpha) {
+  LoraAdapterOptions options;
+  options.rank = rank;
+  options.alpha = alpha;
+  return options;
+}
+
 // Gives `layer` an adapter with random factors, so that both count.
 void Adopt(LoraLayer& layer, int64_t rank = 2, double alpha = 3) {
-  auto adapter = layer.EmptyAdapter(rank, alpha);
+  auto adapter = layer.EmptyAdapter(Options(rank, alpha));
   ASSERT_THAT(adapter, IsOk());
   adapter->lora_A.uniform_(-1, 1);
   adapter->lora_B.uniform_(-1, 1);
@@ -117,7 +124,7 @@ TEST(LoraLayerTest, WithZeroLoraBTheOutputIsBitwiseTheBaseOutput) {
   ReplicatedLinear layer(64, 96);
   const at::Tensor input = at::randn({8, 64});
   const at::Tensor base_output = layer(input);
-  auto adapter = layer->EmptyAdapter(4, 4);
+  auto adapter = layer->EmptyAdapter(Options(4, 4));
   ASSERT_THAT(adapter, IsOk());
   adapter->lora_A.uniform_(-1, 1);
   adapter->lora_B.zero_();
@@ -213,13 +220,13 @@ TEST(LoraLayerTest, PrintsWhatItIs) {
 TEST(LoraLayerTest, RefusesAnAdapterOutOfRange) {
   ReplicatedLinear layer(5, 7);
   for (const int64_t rank : {int64_t{0}, int64_t{-1}}) {
-    EXPECT_THAT(layer->EmptyAdapter(rank, 1),
+    EXPECT_THAT(layer->EmptyAdapter(Options(rank, 1)),
                 StatusIs(absl::StatusCode::kInvalidArgument,
                          HasSubstr("rank must be > 0")));
   }
   for (const double alpha :
        {0.0, -8.0, std::nan(""), std::numeric_limits<double>::infinity()}) {
-    EXPECT_THAT(layer->EmptyAdapter(1, alpha),
+    EXPECT_THAT(layer->EmptyAdapter(Options(1, alpha)),
                 StatusIs(absl::StatusCode::kInvalidArgument,
                          HasSubstr("alpha must be finite and > 0")));
   }
@@ -227,7 +234,7 @@ TEST(LoraLayerTest, RefusesAnAdapterOutOfRange) {
 
 TEST(LoraLayerTest, RefusesASecondAdapterAndForeignFactors) {
   ReplicatedLinear layer(5, 7);
-  auto foreign = ReplicatedLinear(7, 5)->EmptyAdapter(2, 2);
+  auto foreign = ReplicatedLinear(7, 5)->EmptyAdapter(Options(2, 2));
   ASSERT_THAT(foreign, IsOk());
   EXPECT_THAT(layer->AdoptAdapter(*foreign),
               StatusIs(absl::StatusCode::kInvalidArgument,
@@ -235,7 +242,7 @@ TEST(LoraLayerTest, RefusesASecondAdapterAndForeignFactors) {
   EXPECT_FALSE(layer->is_adapted());
   Adopt(*layer);
   const auto keys = Keys(layer->named_parameters());
-  EXPECT_THAT(layer->EmptyAdapter(2, 2),
+  EXPECT_THAT(layer->EmptyAdapter(Options(2, 2)),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        HasSubstr("has a LoRA adapter already")));
   EXPECT_EQ(Keys(layer->named_parameters()), keys);
@@ -295,7 +302,7 @@ class PlainInt8LinearImpl : public CloneableLoraLayer<PlainInt8LinearImpl> {
 };
 
 TEST(LoraLayerTest, AnIntegerWeightNeedsAdapterOptions) {
-  EXPECT_THAT(PlainInt8LinearImpl().EmptyAdapter(1, 1),
+  EXPECT_THAT(PlainInt8LinearImpl().EmptyAdapter(Options(1, 1)),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        HasSubstr("override adapter_options()")));
 }

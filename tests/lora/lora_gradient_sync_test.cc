@@ -11,6 +11,7 @@
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
 #include "absl/status/status.h"
+#include "config/lora_config.h"
 #include "distributed/device_mesh.h"
 #include "distributed/process_group.h"
 #include "gmock/gmock.h"
@@ -40,15 +41,16 @@ struct Model : torch::nn::Module {
   ReplicatedLinear to_v{5, 3};
 };
 
-std::unique_ptr<Model> AdaptedModel(uint64_t seed = 1,
+std::unique_ptr<Model> AdaptedModel(int64_t seed = 1,
                                     std::vector<std::string> targets = {
                                         "to_q", "to_v"}) {
   auto model = std::make_unique<Model>();
-  LoraTrainingOptions options;
-  options.rank = 2;
-  options.target_modules = std::move(targets);
-  options.initialization.seed = seed;
-  EXPECT_THAT(EnableLoraTraining(*model, options), IsOk());
+  config::LoraConfig config;
+  config.enable = true;
+  config.rank = 2;
+  config.target_modules = std::move(targets);
+  config.seed = seed;
+  EXPECT_THAT(EnableLoraTraining(*model, config), IsOk());
   return model;
 }
 

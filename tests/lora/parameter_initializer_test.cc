@@ -129,6 +129,51 @@ TEST(ParameterInitializerTest, BoundMeanAndVarianceAreThoseOfKaimingUniform) {
               5 * bound * bound * std::sqrt(4.0 / 45 / count));
 }
 
+TEST(ParameterInitializerTest, GaussianFollowsTheDocumentedFormula) {
+  const LoraInitialization initialization{
+      3, "", config::AdapterInitialization::kGaussian};
+  const at::Tensor value =
+      Whole(initialization, kName, at::kDouble).view(-1) * kRank;
+  const at::Tensor uniform = Whole({3, ""}, kName, at::kDouble).view(-1) *
+                             std::sqrt(double{kInFeatures});  // k * 2^-24
+  for (int64_t i = 0; i < value.numel(); ++i) {
+    // The distribution function, from the C library, leads back to k.
+    const double p = 0.5 * std::erfc(-value[i].item<double>() / std::sqrt(2.0));
+    EXPECT_NEAR(p, (uniform[i].item<double>() + 1) / 2, 1e-15) << i;
+  }
+}
+
+TEST(ParameterInitializerTest, GaussianMomentsAndTailsAreThoseOfTheNormal) {
+  const int64_t rank = 64;
+  const std::vector<int64_t> shape = {rank, 4096};
+  const at::Tensor z =
+      InitialLoraValue({1, "", config::AdapterInitialization::kGaussian}, kName,
+                       shape, at::kDouble, TensorSlice::Whole(shape)) *
+      rank;
+  // Five standard errors each.
+  const double count = static_cast<double>(z.numel());
+  EXPECT_NEAR(z.mean().item<double>(), 0, 5 / std::sqrt(count));
+  EXPECT_NEAR(z.pow(2).mean().item<double>(), 1, 5 * std::sqrt(2 / count));
+  EXPECT_NEAR(z.pow(4).mean().item<double>(), 3, 5 * std::sqrt(96 / count));
+  const double beyond_three = (z.abs() > 3).sum().item<double>() / count;
+  EXPECT_NEAR(beyond_three, 0.0026998, 5 * std::sqrt(0.0027 / count));
+}
+
+// From Python's statistics.NormalDist, as golden as those above.
+TEST(ParameterInitializerTest, GaussianGoldenValues) {
+  const at::Tensor value =
+      Whole({42, "", config::AdapterInitialization::kGaussian}).view(-1);
+  std::vector<uint32_t> bits;
+  for (const int64_t i : {0, 1, 2, 3, 4, 100, 209}) {
+    const float element = value[i].item<float>();
+    uint32_t word;
+    std::memcpy(&word, &element, sizeof(word));
+    bits.push_back(word);
+  }
+  EXPECT_THAT(bits, ElementsAre(0x3e33078c, 0x3e0a4837, 0xbe490093, 0x3e03ee5c,
+                                0x3e51fc6f, 0xbe587893, 0x3e52715c));
+}
+
 TEST(ParameterInitializerTest, DependsOnSeedScopeAndNameAlone) {
   const at::Tensor value = Whole({42, "student"});
   at::manual_seed(1);

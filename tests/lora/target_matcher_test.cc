@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "config/lora_config.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testutil/status_matchers.h"
@@ -13,75 +14,86 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::trainer_lora::config::LoraConfig;
+using ::trainer_lora::config::TargetMatching;
 using ::trainer_lora::testutil::StatusIs;
-using Strings = std::vector<std::string>;
 
-TEST(TargetMatcherTest, SelectsByPartOfTheFullName) {
-  struct Case {
-    Strings targets;
-    Strings exclusions;
-    std::string name;
-    bool selected;
-  };
-  const Case cases[] = {
-      {{"to_q"}, {}, "blocks.0.attn1.to_q", true},
-      {{"to_q"}, {}, "to_q", true},
-      {{"to_q"}, {}, "blocks.0.attn1.to_k", false},
-      {{"to_q", "to_k"}, {}, "blocks.0.attn1.to_k", true},
-      {{"blocks.1."}, {}, "blocks.1.attn1.to_k", true},
-      {{"blocks.1."}, {}, "blocks.11.attn1.to_k", false},
-      // A list index is part of the name.
-      {{"to_add_out.0"}, {}, "attn.to_add_out.0", true},
-      {{"ff.0"}, {}, "block.ff.0", true},
-      // The contract's substrings match both; other modes are for later.
-      {{"linear_q"}, {}, "decoder.linear_query", true},
-      {{"to_q"}, {"embedder"}, "embedder.to_q", false},
-      {{"to_q"}, {"embedder"}, "blocks.0.to_q", true},
-      {{"to_q"}, {"blocks.0", "blocks.1"}, "blocks.1.to_q", false},
-      // The root module has no name and is never adapted.
-      {{"to_q"}, {}, "", false},
-      // Letter case counts.
-      {{"to_q"}, {}, "TO_Q", false},
-  };
-  for (const Case& test : cases) {
-    LORA_ASSERT_OK_AND_ASSIGN(
-        const TargetMatcher matcher,
-        TargetMatcher::Create(test.targets, test.exclusions));
-    EXPECT_EQ(matcher.Selects(test.name), test.selected) << test.name;
-  }
-}
-
-TEST(TargetMatcherTest, AnEmptyListMeansTheContractsDefaults) {
-  LORA_ASSERT_OK_AND_ASSIGN(const TargetMatcher matcher,
-                            TargetMatcher::Create({}, {}));
-  EXPECT_THAT(
-      matcher.targets(),
-      ElementsAre("q_proj", "k_proj", "v_proj", "o_proj", "to_q", "to_k",
-                  "to_v", "to_out", "to_qkv", "to_gate_compress"));
-}
-
-TEST(TargetMatcherTest, MergesRepetitionsInTheOrderGiven) {
-  LORA_ASSERT_OK_AND_ASSIGN(
-      const TargetMatcher matcher,
-      TargetMatcher::Create({"to_v", "to_q", "to_v", "to_q"}, {}));
-  EXPECT_THAT(matcher.targets(), ElementsAre("to_v", "to_q"));
-}
-
-TEST(TargetMatcherTest, RefusesAnEmptyString) {
-  EXPECT_THAT(TargetMatcher::Create({"to_q", ""}, {}),
-              StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr("LoRA target is an empty string")));
-  EXPECT_THAT(TargetMatcher::Create({"to_q"}, {""}),
-              StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr("LoRA exclusion is an empty string")));
+LoraConfig Config(std::vector<std::string> targets,
+                  TargetMatching matching = TargetMatching::kSubstring) {
+  LoraConfig config;
+  config.target_modules = std::move(targets);
+  config.target_matching = matching;
+  return config;
 }
 
 TEST(TargetMatcherTest, NamesEveryTargetThatMatches) {
   LORA_ASSERT_OK_AND_ASSIGN(
       const TargetMatcher matcher,
-      TargetMatcher::Create({"to_q", "attn", "to_k"}, {"attn"}));
-  EXPECT_THAT(matcher.MatchingTargets("attn.to_q"),
-              ElementsAre("to_q", "attn"));
+      TargetMatcher::Create(Config({"to_q", "attn", "to_k"})));
+  EXPECT_THAT(matcher.MatchingTargets("attn.to_q"), ElementsAre(0, 1));
+  EXPECT_THAT(matcher.MatchingTargets("to_k"), ElementsAre(2));
+  EXPECT_THAT(matcher.MatchingTargets("norm"), IsEmpty());
+}
+
+TEST(TargetMatcherTest, TheMatchingModeHoldsForTargetsAndExclusions) {
+  LoraConfig config = Config({"to_q"}, TargetMatching::kSuffix);
+  config.exclude_modules = {"0.to_q"};
+  LORA_ASSERT_OK_AND_ASSIGN(const TargetMatcher matcher,
+                            TargetMatcher::Create(config, {"embed"}));
+  EXPECT_THAT(matcher.MatchingTargets("blocks.0.to_q"), ElementsAre(0));
+  EXPECT_THAT(matcher.MatchingTargets("blocks.0.to_qkv"), IsEmpty());
+  EXPECT_TRUE(matcher.IsExcluded("blocks.0.to_q"));
+  EXPECT_FALSE(matcher.IsExcluded("blocks.10.to_q"));
+  EXPECT_FALSE(matcher.IsExcluded("0.to_q.0"));
+  // The architecture's are substrings.
+  EXPECT_TRUE(matcher.IsExcluded("embedder.to_q"));
+}
+
+TEST(TargetMatcherTest, NoTargetsMeansTheContractsDefaultsAsSubstrings) {
+  for (LoraConfig config : {Config({}, TargetMatching::kExact), LoraConfig()}) {
+    LORA_ASSERT_OK_AND_ASSIGN(const TargetMatcher matcher,
+                              TargetMatcher::Create(config));
+    EXPECT_THAT(
+        matcher.targets(),
+        ElementsAre("q_proj", "k_proj", "v_proj", "o_proj", "to_q", "to_k",
+                    "to_v", "to_out", "to_qkv", "to_gate_compress"));
+    EXPECT_THAT(matcher.MatchingTargets("blocks.0.to_qkv"), ElementsAre(4, 8));
+  }
+}
+
+TEST(TargetMatcherTest, AllLinearMatchesEveryNameInEveryMode) {
+  for (const TargetMatching matching :
+       {TargetMatching::kSubstring, TargetMatching::kExact,
+        TargetMatching::kSuffix, TargetMatching::kGlob,
+        TargetMatching::kRegex}) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const TargetMatcher matcher,
+        TargetMatcher::Create(Config({"all-linear"}, matching)));
+    EXPECT_THAT(matcher.targets(), ElementsAre("all-linear"));
+    EXPECT_THAT(matcher.MatchingTargets("blocks.0.ff"), ElementsAre(0));
+  }
+}
+
+TEST(TargetMatcherTest, MergesRepetitionsInTheOrderGiven) {
+  LORA_ASSERT_OK_AND_ASSIGN(
+      const TargetMatcher matcher,
+      TargetMatcher::Create(Config({"to_v", "to_q", "to_v"})));
+  EXPECT_THAT(matcher.targets(), ElementsAre("to_v", "to_q"));
+}
+
+TEST(TargetMatcherTest, RefusesPatternsThatAreNone) {
+  LoraConfig exclusion = Config({"to_q"}, TargetMatching::kRegex);
+  exclusion.exclude_modules = {"to_(q"};
+  for (const LoraConfig& config :
+       {Config({"to_q", ""}), Config({"to_(q"}, TargetMatching::kRegex),
+        exclusion}) {
+    EXPECT_THAT(
+        TargetMatcher::Create(config),
+        StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("pattern")));
+  }
+  EXPECT_THAT(TargetMatcher::Create(Config({"to_q"}), {""}),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("empty")));
 }
 
 }  // namespace

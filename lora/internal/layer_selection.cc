@@ -1,0 +1,275 @@
+#include "lora/internal/layer_selection.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "config/internal/status_macros.h"
+#include "config/name_pattern.h"
+#include "lora/target_matcher.h"
+#include "torch/nn/modules/linear.h"
+
+namespace trainer_lora::lora::internal {
+namespace {
+
+// Where a message lists names, so many are enough to see what is meant.
+constexpr size_t kMostNames = 10;
+
+std::string SomeOf(const std::vector<std::string>& names) {
+  const size_t shown = std::min(names.size(), kMostNames);
+  std::string list = absl::StrJoin(names.begin(), names.begin() + shown, ", ");
+  if (shown < names.size()) {
+    absl::StrAppend(&list, " and ", names.size() - shown, " more");
+  }
+  return list;
+}
+
+// The modules below a model.
+struct ModuleTree {
+  std::vector<LayerInModel> lora_layers;
+  // Linear layers of libtorch, under every name.
+  std::vector<std::string> stock_linear_names;
+};
+
+class TreeWalk {
+ public:
+  explicit TreeWalk(const torch::nn::Module& model) { Descend(model, ""); }
+
+  ModuleTree Finish() && { return std::move(tree_); }
+
+ private:
+  void Descend(const torch::nn::Module& module, const std::string& prefix) {
+    for (const auto& child : module.named_children()) {
+      Visit(*child.value(), absl::StrCat(prefix, child.key()));
+    }
+  }
+
+  void Visit(torch::nn::Module& module, std::string name) {
+    if (auto* layer = dynamic_cast<LoraLayer*>(&module)) {
+      const auto [index, is_new] =
+          index_of_.emplace(layer, tree_.lora_layers.size());
+      if (is_new) tree_.lora_layers.push_back({layer, {}});
+      tree_.lora_layers[index->second].names.push_back(std::move(name));
+    } else if (dynamic_cast<torch::nn::LinearImpl*>(&module) != nullptr) {
+      tree_.stock_linear_names.push_back(std::move(name));
+    } else {
+      Descend(module, absl::StrCat(name, "."));
+    }
+  }
+
+  ModuleTree tree_;
+  std::unordered_map<const LoraLayer*, size_t> index_of_;
+};
+
+ModuleTree Walk(const torch::nn::Module& model) {
+  return TreeWalk(model).Finish();
+}
+
+// A rank_pattern or an alpha_pattern.
+template <typename T>
+class PatternTable {
+ public:
+  static absl::StatusOr<PatternTable> Create(
+      absl::string_view key,
+      const std::vector<std::pair<std::string, T>>& entries,
+      config::TargetMatching matching) {
+    PatternTable table(key);
+    for (const auto& [text, value] : entries) {
+      LORA_ASSIGN_OR_RETURN(config::NamePattern pattern,
+                            config::NamePattern::Create(text, matching));
+      table.entries_.push_back({std::move(pattern), value});
+    }
+    return table;
+  }
+
+  // The value of the first pattern that matches one of the names.
+  std::optional<T> Find(const std::vector<std::string>& names) {
+    for (Entry& entry : entries_) {
+      for (const std::string& name : names) {
+        if (!entry.pattern.Matches(name)) continue;
+        entry.has_effect = true;
+        return entry.value;
+      }
+    }
+    return std::nullopt;
+  }
+
+  absl::Status CheckAllHadAnEffect() const {
+    std::vector<std::string> without;
+    for (const Entry& entry : entries_) {
+      if (!entry.has_effect) without.push_back(entry.pattern.text());
+    }
+    if (without.empty()) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(
+        "lora.", key_,
+        " has patterns without effect: ", absl::StrJoin(without, ", "),
+        "; each must match an adapted layer that no pattern before it does"));
+  }
+
+ private:
+  struct Entry {
+    config::NamePattern pattern;
+    T value;
+    bool has_effect = false;
+  };
+
+  explicit PatternTable(absl::string_view key) : key_(key) {}
+
+  std::string key_;
+  std::vector<Entry> entries_;
+};
+
+absl::Status CheckNoneAdapted(const std::vector<LayerInModel>& layers) {
+  std::vector<std::string> adapted;
+  for (const LayerInModel& item : layers) {
+    if (item.layer->is_adapted()) adapted.push_back(item.names.front());
+  }
+  if (adapted.empty()) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("LoRA training is enabled already, with adapters on ",
+                   SomeOf(adapted), "; enable all targets in one call"));
+}
+
+std::string AdviceOnStockLinear(const std::vector<std::string>& names) {
+  return absl::StrCat(
+      SomeOf(names),
+      ": torch::nn::Linear cannot take a LoRA adapter; declare the layer "
+      "as trainer_lora::lora::ReplicatedLinear, which takes the same "
+      "options and has the same state names");
+}
+
+// Chooses by names, and notes which targets chose nothing.
+class Chooser {
+ public:
+  explicit Chooser(const TargetMatcher& matcher)
+      : matcher_(matcher), chose_something_(matcher.targets().size(), false) {}
+
+  bool Selects(const std::vector<std::string>& names) {
+    for (const std::string& name : names) {
+      if (matcher_.IsExcluded(name)) return false;
+    }
+    bool selects = false;
+    for (const std::string& name : names) {
+      for (const size_t target : matcher_.MatchingTargets(name)) {
+        chose_something_[target] = true;
+        selects = true;
+      }
+    }
+    return selects;
+  }
+
+  std::vector<std::string> TargetsWithoutChoice() const {
+    std::vector<std::string> targets;
+    for (size_t i = 0; i < chose_something_.size(); ++i) {
+      if (!chose_something_[i]) targets.push_back(matcher_.targets()[i]);
+    }
+    return targets;
+  }
+
+ private:
+  const TargetMatcher& matcher_;
+  std::vector<bool> chose_something_;
+};
+
+// Linear layers of libtorch that the targets name.
+std::vector<std::string> SelectedStockLinears(const ModuleTree& tree,
+                                              const TargetMatcher& matcher) {
+  std::vector<std::string> names;
+  for (const std::string& name : tree.stock_linear_names) {
+    if (!matcher.IsExcluded(name) && !matcher.MatchingTargets(name).empty()) {
+      names.push_back(name);
+    }
+  }
+  return names;
+}
+
+// Exclusions of the configuration that match no linear layer: a slip of the
+// pen, after which layers are trained that should not be.
+absl::StatusOr<std::vector<std::string>> ExclusionsWithoutEffect(
+    const ModuleTree& tree, const config::LoraConfig& config) {
+  std::vector<std::string> without_effect;
+  for (const std::string& exclusion : config.exclude_modules) {
+    LORA_ASSIGN_OR_RETURN(
+        const config::NamePattern pattern,
+        config::NamePattern::Create(exclusion, config.target_matching));
+    const auto matches = [&](const std::string& name) {
+      return pattern.Matches(name);
+    };
+    const auto matches_layer = [&](const LayerInModel& item) {
+      return std::any_of(item.names.begin(), item.names.end(), matches);
+    };
+    if (std::none_of(tree.lora_layers.begin(), tree.lora_layers.end(),
+                     matches_layer) &&
+        std::none_of(tree.stock_linear_names.begin(),
+                     tree.stock_linear_names.end(), matches)) {
+      without_effect.push_back(exclusion);
+    }
+  }
+  return without_effect;
+}
+
+}  // namespace
+
+std::vector<LayerInModel> FindLoraLayers(const torch::nn::Module& model) {
+  return Walk(model).lora_layers;
+}
+
+absl::StatusOr<LayerSelection> SelectLayers(
+    const torch::nn::Module& model, const config::LoraConfig& config,
+    const std::vector<std::string>& architecture_exclusions) {
+  LORA_ASSIGN_OR_RETURN(const TargetMatcher matcher,
+                        TargetMatcher::Create(config, architecture_exclusions));
+  LORA_ASSIGN_OR_RETURN(auto ranks, PatternTable<int64_t>::Create(
+                                        "rank_pattern", config.rank_pattern,
+                                        config.target_matching));
+  LORA_ASSIGN_OR_RETURN(auto alphas, PatternTable<double>::Create(
+                                         "alpha_pattern", config.alpha_pattern,
+                                         config.target_matching));
+  const ModuleTree tree = Walk(model);
+  LORA_RETURN_IF_ERROR(CheckNoneAdapted(tree.lora_layers));
+
+  LayerSelection selection;
+  Chooser chooser(matcher);
+  for (const LayerInModel& item : tree.lora_layers) {
+    if (!chooser.Selects(item.names)) continue;
+    const int64_t rank = ranks.Find(item.names).value_or(*config.rank);
+    const double alpha =
+        alphas.Find(item.names)
+            .value_or(config.alpha.value_or(static_cast<double>(rank)));
+    selection.layers.push_back({item.layer, item.names, rank, alpha});
+  }
+
+  const std::vector<std::string> stock = SelectedStockLinears(tree, matcher);
+  if (selection.layers.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "no layer that can take a LoRA adapter was found for the targets [",
+        absl::StrJoin(matcher.targets(), ", "), "]",
+        stock.empty() ? std::string()
+                      : absl::StrCat("; ", AdviceOnStockLinear(stock))));
+  }
+  LORA_RETURN_IF_ERROR(ranks.CheckAllHadAnEffect());
+  LORA_RETURN_IF_ERROR(alphas.CheckAllHadAnEffect());
+
+  if (!stock.empty()) selection.warnings.push_back(AdviceOnStockLinear(stock));
+  if (config.target_modules && !config.target_modules->empty()) {
+    for (const std::string& target : chooser.TargetsWithoutChoice()) {
+      selection.warnings.push_back(
+          absl::StrCat("the LoRA target '", target,
+                       "' selects no layer that can take an adapter"));
+    }
+  }
+  LORA_ASSIGN_OR_RETURN(const std::vector<std::string> exclusions,
+                        ExclusionsWithoutEffect(tree, config));
+  for (const std::string& exclusion : exclusions) {
+    selection.warnings.push_back(absl::StrCat("the LoRA exclusion '", exclusion,
+                                              "' matches no linear layer"));
+  }
+  return selection;
+}
+
+}  // namespace trainer_lora::lora::internal

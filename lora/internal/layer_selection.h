@@ -1,0 +1,56 @@
+// The layers of a model that a configuration gives an adapter, and what is
+// noteworthy about the choice.
+#ifndef TRAINER_LORA_LORA_INTERNAL_LAYER_SELECTION_H_
+#define TRAINER_LORA_LORA_INTERNAL_LAYER_SELECTION_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "config/language_version.h"
+#include "config/lora_config.h"
+#include "lora/lora_adapter.h"
+
+namespace trainer_lora::lora::internal {
+
+// A LoraLayer of a model.
+struct LayerInModel {
+  LoraLayer* layer;
+  // Every name that the model has for it, in the model's order.
+  std::vector<std::string> names;
+};
+
+// Every LoraLayer below `model`, not `model` itself, in the model's order. What
+// is inside a LoraLayer belongs to it.
+std::vector<LayerInModel> FindLoraLayers(const torch::nn::Module& model);
+
+// A layer that will take an adapter of this LoRA rank and alpha.
+struct SelectedLayer {
+  LoraLayer* layer;
+  std::vector<std::string> names;
+  int64_t rank;
+  double alpha;
+};
+
+struct LayerSelection {
+  // At least one, in the model's order.
+  std::vector<SelectedLayer> layers;
+  // Each a sentence for the log.
+  std::vector<std::string> warnings;
+};
+
+// A layer is selected if a target matches one of its names and no exclusion
+// does; of the patterns for ranks and alphas, the first counts that matches one
+// of its names. `config` is enabled and valid.
+// kFailedPrecondition if a layer has an adapter already; kInvalidArgument, with
+// what to do, if nothing is selected or a pattern for ranks or alphas has no
+// effect.
+absl::StatusOr<LayerSelection> SelectLayers(
+    const torch::nn::Module& model, const config::LoraConfig& config,
+    const std::vector<std::string>& architecture_exclusions);
+
+}  // namespace trainer_lora::lora::internal
+
+#endif  // TRAINER_LORA_LORA_INTERNAL_LAYER_SELECTION_H_
