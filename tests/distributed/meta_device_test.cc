@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -32,6 +33,7 @@ namespace trainer_lora::distributed {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::StrEq;
 using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::StatusIs;
 
@@ -192,6 +194,26 @@ TEST(MaterializeInPlaceTest, RefusesWhatWouldNotFit) {
   }
   EXPECT_TRUE(meta.is_meta());
   EXPECT_TRUE(with_gradient.is_meta());
+}
+
+TEST(CheckMaterializedTest, NamesTheParametersAndBuffersWithoutMemory) {
+  torch::nn::Module model;
+  EXPECT_THAT(CheckMaterialized(model), IsOk());
+  model.register_parameter("weight", at::zeros({2}));
+  model.register_parameter("bias", at::empty({2}, at::kMeta));
+  EXPECT_THAT(CheckMaterialized(model),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       StrEq("bias is on the meta device")));
+  model.register_buffer("scale", at::empty({2}, at::kMeta));
+  EXPECT_THAT(CheckMaterialized(model),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       StrEq("bias, scale are on the meta device")));
+  for (int i = 0; i < 20; ++i) {
+    model.register_buffer("b" + std::to_string(i), at::empty({2}, at::kMeta));
+  }
+  EXPECT_THAT(CheckMaterialized(model),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("b7 and 12 more are on the meta device")));
 }
 
 }  // namespace
