@@ -66,12 +66,12 @@ struct LoraConfig {
   // without elements: the default targets of EnableLoraTraining, as substrings.
   std::optional<std::vector<std::string>> target_modules;
   // The modules that are left alone all the same; none is empty.
-  std::vector<std::string> exclude_modules;
+  std::vector<std::string> exclude_modules = {};
   TargetMatching target_matching = TargetMatching::kSubstring;
   // Another rank or alpha for some of the layers, as (pattern, value). The
   // first pattern that matches counts. The values are as rank and alpha are.
-  std::vector<std::pair<std::string, int64_t>> rank_pattern;
-  std::vector<std::pair<std::string, double>> alpha_pattern;
+  std::vector<std::pair<std::string, int64_t>> rank_pattern = {};
+  std::vector<std::pair<std::string, double>> alpha_pattern = {};
   // The probability with which an element of the adapter's input is dropped in
   // training, from 0 to below 1.
   double dropout = 0;

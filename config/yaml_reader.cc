@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <map>
-#include <set>
+#include <iterator>
 #include <sstream>
 #include <tuple>
 
@@ -15,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "config/internal/message_text.h"
 #include "config/internal/status_macros.h"
 #include "yaml-cpp/depthguard.h"
 #include "yaml-cpp/eventhandler.h"
@@ -28,7 +28,6 @@ constexpr int kMaxDepth = 1000;
 constexpr int64_t kMaxNodes = kMaxYamlBytes;
 
 constexpr char kMergeKey[] = "<<";
-constexpr size_t kMaxQuotedBytes = 60;
 
 // --- Scalars ---------------------------------------------------------------
 
@@ -105,13 +104,6 @@ bool LooksLikeNumber(const std::string& text) {
          absl::SimpleAtod(lower, &number);
 }
 
-bool IsString(const YAML::Node& node) {
-  if (!node.IsScalar()) return false;
-  const ScalarStyle style = StyleOf(node);
-  if (style != ScalarStyle::kPlain) return style == ScalarStyle::kQuoted;
-  return !ParseBool(node.Scalar()) && !LooksLikeNumber(node.Scalar());
-}
-
 std::optional<double> NumberIn(const YAML::Node& node) {
   if (!node.IsScalar() || StyleOf(node) == ScalarStyle::kUnknownTag) {
     return std::nullopt;
@@ -121,65 +113,16 @@ std::optional<double> NumberIn(const YAML::Node& node) {
 
 // --- Messages --------------------------------------------------------------
 
-std::string Shorten(const std::string& text) {
-  if (text.size() <= kMaxQuotedBytes) return text;
-  size_t end = kMaxQuotedBytes;
-  // Not inside a character.
-  while (end > 0 && (text[end] & 0xC0) == 0x80) --end;
-  return text.substr(0, end) + "...";
-}
-
-std::string Describe(const YAML::Node& node) {
-  if (!node.IsDefined()) return "nothing";
-  if (node.IsNull()) return "null";
-  if (node.IsSequence()) return "a list";
-  if (node.IsMap()) return "a mapping";
-  const std::string text = Shorten(node.Scalar());
-  switch (StyleOf(node)) {
-    case ScalarStyle::kPlain:
-      return text;
-    case ScalarStyle::kQuoted:
-      return absl::StrCat("\"", absl::Utf8SafeCEscape(text), "\"");
-    case ScalarStyle::kUnknownTag:
-      break;
-  }
-  return absl::StrCat(Shorten(node.Tag()), " ", text);
-}
-
 // For where a string was expected: on means true, 16 is a number.
 absl::string_view QuotingHint(const YAML::Node& node) {
   return IsPlain(node) ? " (quote it if it is text)" : "";
 }
 
-// Levenshtein distance.
-size_t EditDistance(const std::string& a, const std::string& b) {
-  std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i;
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t substitute = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({substitute, row[j] + 1, row[j - 1] + 1});
-    }
-  }
-  return row[b.size()];
-}
-
-// `key`, with the known key that a slip of the finger may have come from.
+// `key`, with the known key that was meant.
 std::string WithSuggestion(const std::string& key,
                            const std::vector<std::string>& known_keys) {
-  const std::string name = absl::Utf8SafeCEscape(Shorten(key));
-  if (key.size() > kMaxQuotedBytes) return name;
-  for (size_t distance : {1, 2}) {
-    for (const std::string& known : known_keys) {
-      if (known.size() > distance && EditDistance(key, known) == distance) {
-        return absl::StrCat(name, " (did you mean ", known, "?)");
-      }
-    }
-  }
-  return name;
+  return absl::StrCat(absl::Utf8SafeCEscape(Shorten(key)),
+                      DidYouMean(key, known_keys));
 }
 
 // --- Mappings --------------------------------------------------------------
@@ -193,10 +136,13 @@ void AddDuplicateKeys(const YAML::Node& mapping, YamlErrors* errors) {
     const auto [first, is_new] =
         first_lines.emplace(entry.first.Scalar(), mark.line + 1);
     if (is_new) continue;
-    errors->Add(
-        mark,
+    std::string message =
         absl::StrCat("the key \"", absl::Utf8SafeCEscape(Shorten(first->first)),
-                     "\" is given twice, first on line ", first->second));
+                     "\" is given twice");
+    if (errors->SourceOf(mark) == nullptr) {
+      absl::StrAppend(&message, ", first on line ", first->second);
+    }
+    errors->Add(mark, message);
   }
 }
 
@@ -261,7 +207,7 @@ class TreeNormalizer {
             source.Mark(),
             absl::StrCat("the merge key << must be a mapping or a list of "
                          "mappings, got ",
-                         Describe(source)));
+                         DescribeYaml(source)));
         continue;
       }
       for (const auto& entry : source) {
@@ -384,12 +330,7 @@ absl::StatusOr<YAML::Node> LoadDocument(const std::string& text,
         errors.Locate(starts.marks()[1],
                       "a second document starts here; the file must hold one"));
   }
-  YAML::Node document = YAML::Load(text);
-  if (document.IsNull()) {
-    return absl::InvalidArgumentError(
-        errors.Locate(YAML::Mark::null_mark(), "the file is empty"));
-  }
-  return document;
+  return YAML::Load(text);
 }
 
 // The same with yaml-cpp's exceptions, which end here, as errors.
@@ -415,23 +356,73 @@ absl::StatusOr<YAML::Node> TryLoadDocument(absl::string_view text,
   }
 }
 
+// The one document in `text`, null if it is empty, with merge keys resolved.
+absl::StatusOr<YAML::Node> ParseDocument(absl::string_view text,
+                                         YamlErrors* errors) {
+  AddBadCharacter(text, errors);
+  LORA_RETURN_IF_ERROR(errors->ToStatus());
+  LORA_ASSIGN_OR_RETURN(YAML::Node document, TryLoadDocument(text, *errors));
+  LORA_RETURN_IF_ERROR(TreeNormalizer(errors).Visit(document));
+  LORA_RETURN_IF_ERROR(errors->ToStatus());
+  return document;
+}
+
 }  // namespace
 
 absl::StatusOr<YAML::Node> ParseYaml(absl::string_view text,
                                      absl::string_view file) {
   YamlErrors errors(file);
+  const auto refuse = [&](absl::string_view message) {
+    return absl::InvalidArgumentError(
+        errors.Locate(YAML::Mark::null_mark(), message));
+  };
   if (text.size() > kMaxYamlBytes) {
-    return absl::InvalidArgumentError(errors.Locate(
-        YAML::Mark::null_mark(),
-        absl::StrCat("the file is larger than ", kMaxYamlBytes >> 20, " MiB")));
+    return refuse(
+        absl::StrCat("the file is larger than ", kMaxYamlBytes >> 20, " MiB"));
   }
-  AddBadCharacter(text, &errors);
-  LORA_RETURN_IF_ERROR(errors.ToStatus());
-
-  LORA_ASSIGN_OR_RETURN(YAML::Node document, TryLoadDocument(text, errors));
-  LORA_RETURN_IF_ERROR(TreeNormalizer(&errors).Visit(document));
-  LORA_RETURN_IF_ERROR(errors.ToStatus());
+  LORA_ASSIGN_OR_RETURN(YAML::Node document, ParseDocument(text, &errors));
+  if (document.IsNull()) return refuse("the file is empty");
   return document;
+}
+
+absl::StatusOr<YAML::Node> ParseYamlAt(int first_line, absl::string_view text,
+                                       YamlErrors errors) {
+  // A node takes its position from the text, and there is no other way.
+  return ParseDocument(absl::StrCat(std::string(first_line, '\n'), text),
+                       &errors);
+}
+
+std::string DescribeYaml(const YAML::Node& node) {
+  if (!node.IsDefined()) return "nothing";
+  if (node.IsNull()) return "null";
+  if (node.IsSequence()) return "a list";
+  if (node.IsMap()) return "a mapping";
+  const std::string text = Shorten(node.Scalar());
+  switch (StyleOf(node)) {
+    case ScalarStyle::kPlain:
+      return text;
+    case ScalarStyle::kQuoted:
+      return absl::StrCat("\"", absl::Utf8SafeCEscape(text), "\"");
+    case ScalarStyle::kUnknownTag:
+      break;
+  }
+  return absl::StrCat(Shorten(node.Tag()), " ", text);
+}
+
+bool IsYamlString(const YAML::Node& node) {
+  if (!node.IsScalar()) return false;
+  const ScalarStyle style = StyleOf(node);
+  if (style != ScalarStyle::kPlain) return style == ScalarStyle::kQuoted;
+  return !ParseBool(node.Scalar()) && !LooksLikeNumber(node.Scalar());
+}
+
+void YamlErrors::AddSource(int first_line, absl::string_view source) {
+  sources_[first_line] = std::string(source);
+}
+
+const std::string* YamlErrors::SourceOf(const YAML::Mark& mark) const {
+  const auto after = sources_.upper_bound(mark.line);
+  return after == sources_.begin() ? nullptr : &std::prev(after)->second;
 }
 
 void YamlErrors::Add(const YAML::Mark& mark, absl::string_view message) {
@@ -440,6 +431,9 @@ void YamlErrors::Add(const YAML::Mark& mark, absl::string_view message) {
 
 std::string YamlErrors::Locate(const YAML::Mark& mark,
                                absl::string_view message) const {
+  if (const std::string* source = SourceOf(mark)) {
+    return absl::StrCat(*source, ": ", message);
+  }
   if (mark.is_null()) return absl::StrCat(file_, ": ", message);
   return absl::StrCat(file_, ":", mark.line + 1, ":", mark.column + 1, ": ",
                       message);
@@ -478,11 +472,13 @@ YamlMapping::YamlMapping(const YAML::Node& node, absl::string_view path,
       errors_->Add(mark, absl::StrCat(PathOf(""),
                                       " has a merge key (<<), which only "
                                       "ParseYaml resolves"));
-    } else if (!IsString(entry.first)) {
+    } else if (!IsYamlString(entry.first)) {
       errors_->Add(
           mark, absl::StrCat("a key of ", PathOf(""), " must be a string, got ",
-                             Describe(entry.first)));
+                             DescribeYaml(entry.first)));
     } else {
+      // The first of two equal keys, which are an error, as everywhere.
+      index_.emplace(entry.first.Scalar(), entries_.size());
       entries_.push_back({entry.first.Scalar(), mark, entry.second});
     }
   }
@@ -529,7 +525,7 @@ void YamlMapping::Read(absl::string_view key, std::string* value,
                        absl::string_view expected) {
   const YAML::Node* node = Value(key);
   if (node == nullptr) return;
-  if (!IsString(*node)) {
+  if (!IsYamlString(*node)) {
     return AddError(*node, PathOf(key), expected, QuotingHint(*node));
   }
   *value = node->Scalar();
@@ -540,7 +536,7 @@ void YamlMapping::Read(absl::string_view key, std::vector<std::string>* value,
   const YAML::Node* node = Value(key);
   if (node == nullptr) return;
   if (!node->IsSequence()) {
-    if (!IsString(*node) || node->Scalar().empty()) {
+    if (!IsYamlString(*node) || node->Scalar().empty()) {
       return AddError(*node, PathOf(key), expected, QuotingHint(*node));
     }
     *value = {node->Scalar()};
@@ -550,7 +546,7 @@ void YamlMapping::Read(absl::string_view key, std::vector<std::string>* value,
   const size_t errors_before = errors_->size();
   for (size_t i = 0; i < node->size(); ++i) {
     const YAML::Node element = (*node)[i];
-    if (IsString(element) && !element.Scalar().empty()) {
+    if (IsYamlString(element) && !element.Scalar().empty()) {
       read.push_back(element.Scalar());
     } else {
       AddError(element, absl::StrCat(PathOf(key), "[", i, "]"),
@@ -558,6 +554,50 @@ void YamlMapping::Read(absl::string_view key, std::vector<std::string>* value,
     }
   }
   if (errors_->size() == errors_before) *value = std::move(read);
+}
+
+template <typename T>
+void YamlMapping::ReadPairs(absl::string_view key,
+                            std::vector<std::pair<std::string, T>>* value,
+                            absl::string_view expected) {
+  if (Value(key) == nullptr) return;
+  const size_t errors_before = errors_->size();
+  std::vector<std::pair<std::string, T>> read;
+  YamlMapping pairs = ReadMapping(key);
+  for (size_t i = 0; i < pairs.entries().size(); ++i) {
+    const std::string& name = pairs.entries()[i].key;
+    if (name.empty()) RefuseElementKey(key, i, "text that is not empty");
+    if (!pairs.Has(name)) pairs.Refuse(name, expected);
+    T element{};
+    pairs.Read(name, &element, expected);
+    read.emplace_back(name, element);
+  }
+  if (errors_->size() == errors_before) *value = std::move(read);
+}
+
+void YamlMapping::Read(absl::string_view key,
+                       std::vector<std::pair<std::string, int64_t>>* value,
+                       absl::string_view expected) {
+  ReadPairs(key, value, expected);
+}
+
+void YamlMapping::Read(absl::string_view key,
+                       std::vector<std::pair<std::string, double>>* value,
+                       absl::string_view expected) {
+  ReadPairs(key, value, expected);
+}
+
+std::optional<size_t> YamlMapping::ReadWord(
+    absl::string_view key, const std::vector<std::string>& words) {
+  const YAML::Node* node = Value(key);
+  if (node == nullptr) return std::nullopt;
+  if (IsYamlString(*node)) {
+    const auto found = std::find(words.begin(), words.end(), node->Scalar());
+    if (found != words.end()) return found - words.begin();
+  }
+  AddError(*node, PathOf(key), JoinAlternatives(words),
+           node->IsScalar() ? DidYouMean(node->Scalar(), words) : "");
+  return std::nullopt;
 }
 
 YamlMapping YamlMapping::ReadMapping(absl::string_view key) {
@@ -588,13 +628,36 @@ void YamlMapping::Refuse(absl::string_view key, absl::string_view expected) {
   AddError(entry->value, PathOf(key), expected);
 }
 
+void YamlMapping::RefuseElement(absl::string_view key, size_t i,
+                                absl::string_view expected,
+                                absl::string_view remark) {
+  const YAML::Node value = ReadNode(key);
+  if (value.IsSequence()) {
+    AddError(value[i], absl::StrCat(PathOf(key), "[", i, "]"), expected,
+             remark);
+  } else if (value.IsMap()) {
+    const Entry& entry = ReadMapping(key).entries().at(i);
+    AddError(entry.value, absl::StrCat(PathOf(key), ".", entry.key), expected,
+             remark);
+  } else {
+    AddError(value, PathOf(key), expected, remark);
+  }
+}
+
+void YamlMapping::RefuseElementKey(absl::string_view key, size_t i,
+                                   absl::string_view expected,
+                                   absl::string_view remark) {
+  const Entry& entry = ReadMapping(key).entries().at(i);
+  errors_->Add(
+      entry.mark,
+      absl::StrCat("a key of ", PathOf(key), " must be ", expected, ", got \"",
+                   absl::Utf8SafeCEscape(Shorten(entry.key)), "\"", remark));
+}
+
 std::vector<std::string> YamlMapping::UnknownKeys() const {
   std::set<std::string> unknown;
   for (const Entry& entry : entries_) {
-    if (std::find(known_keys_.begin(), known_keys_.end(), entry.key) ==
-        known_keys_.end()) {
-      unknown.insert(entry.key);
-    }
+    if (declared_.count(entry.key) == 0) unknown.insert(entry.key);
   }
   return {unknown.begin(), unknown.end()};
 }
@@ -619,17 +682,14 @@ std::string YamlMapping::UnknownKeysMessage() const {
 }
 
 void YamlMapping::Declare(absl::string_view key) {
-  if (std::find(known_keys_.begin(), known_keys_.end(), key) ==
-      known_keys_.end()) {
-    known_keys_.emplace_back(key);
-  }
+  if (declared_.find(key) != declared_.end()) return;
+  declared_.emplace(key);
+  known_keys_.emplace_back(key);
 }
 
 const YamlMapping::Entry* YamlMapping::Find(absl::string_view key) const {
-  for (const Entry& entry : entries_) {
-    if (entry.key == key) return &entry;
-  }
-  return nullptr;
+  const auto found = index_.find(key);
+  return found == index_.end() ? nullptr : &entries_[found->second];
 }
 
 const YAML::Node* YamlMapping::Value(absl::string_view key) {
@@ -647,7 +707,7 @@ void YamlMapping::AddError(const YAML::Node& value, absl::string_view path,
                            absl::string_view expected,
                            absl::string_view remark) {
   errors_->Add(value.Mark(), absl::StrCat(path, " must be ", expected, ", got ",
-                                          Describe(value), remark));
+                                          DescribeYaml(value), remark));
 }
 
 }  // namespace trainer_lora::config

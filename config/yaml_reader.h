@@ -24,7 +24,10 @@
 #define TRAINER_LORA_CONFIG_YAML_READER_H_
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -51,15 +54,43 @@ inline constexpr int64_t kMaxYamlBytes = 4 << 20;
 absl::StatusOr<YAML::Node> ParseYaml(absl::string_view text,
                                      absl::string_view file);
 
+class YamlErrors;
+
+// Parses a value that isn't part of a file, such as one of a command line, by
+// the same rules, but that it may be empty: null. Its positions start at
+// `first_line`, counted from 0; `errors` gives their name in messages.
+absl::StatusOr<YAML::Node> ParseYamlAt(int first_line, absl::string_view text,
+                                       YamlErrors errors);
+
+// Whether a node is text: a scalar that is quoted, or neither a number nor a
+// boolean.
+bool IsYamlString(const YAML::Node& node);
+
+// What messages call a value: 16, "text", null, a list, ...
+std::string DescribeYaml(const YAML::Node& node);
+
+// Words of a file and the values that they stand for.
+template <typename T>
+using YamlWords = std::vector<std::pair<const char*, T>>;
+
 // The problems found in one file. Not thread-safe.
 class YamlErrors {
  public:
   explicit YamlErrors(absl::string_view file) : file_(file) {}
 
+  // Makes the lines from `first_line` on, counted from 0 and past those of the
+  // file and of earlier sources, belong to `source` instead of the file: to
+  // what ParseYamlAt parsed.
+  void AddSource(int first_line, absl::string_view source);
+
   void Add(const YAML::Mark& mark, absl::string_view message);
 
-  // The message after "file:line:column: ", or "file: " without a position.
+  // The message after "file:line:column: ", or "file: " without a position;
+  // after "source: " for a line that belongs to a source.
   std::string Locate(const YAML::Mark& mark, absl::string_view message) const;
+
+  // The source that the position belongs to, null if it is the file.
+  const std::string* SourceOf(const YAML::Mark& mark) const;
 
   size_t size() const { return errors_.size(); }
 
@@ -74,6 +105,7 @@ class YamlErrors {
   };
 
   std::string file_;
+  std::map<int, std::string> sources_;  // By their first line.
   std::vector<Error> errors_;
 };
 
@@ -112,6 +144,23 @@ class YamlMapping {
   // A list of strings that aren't empty, or such a string alone.
   void Read(absl::string_view key, std::vector<std::string>* value,
             absl::string_view expected = "a list of strings");
+  // A mapping from text that isn't empty to numbers, in the order of the file;
+  // `expected` is what each number must be.
+  void Read(absl::string_view key,
+            std::vector<std::pair<std::string, int64_t>>* value,
+            absl::string_view expected = "an integer");
+  void Read(absl::string_view key,
+            std::vector<std::pair<std::string, double>>* value,
+            absl::string_view expected = "a number");
+  // One of several words that each stand for a value.
+  template <typename T>
+  void Read(absl::string_view key, T* value, const YamlWords<T>& words) {
+    std::vector<std::string> names;
+    for (const auto& word : words) names.push_back(word.first);
+    if (const std::optional<size_t> i = ReadWord(key, names)) {
+      *value = words[*i].second;
+    }
+  }
   template <typename T, typename... Expected>
   void Read(absl::string_view key, std::optional<T>* value,
             Expected... expected) {
@@ -137,6 +186,15 @@ class YamlMapping {
   // Adds the error "<path>.<key> must be <expected>, got <value>".
   void Refuse(absl::string_view key, absl::string_view expected);
 
+  // The same about element `i` of the list or the mapping under `key`, or about
+  // its only value if it is neither; `remark` comes last. RefuseElementKey is
+  // about the key of that element of a mapping.
+  void RefuseElement(absl::string_view key, size_t i,
+                     absl::string_view expected, absl::string_view remark = "");
+  void RefuseElementKey(absl::string_view key, size_t i,
+                        absl::string_view expected,
+                        absl::string_view remark = "");
+
   // The keys that nothing read so far, sorted.
   std::vector<std::string> UnknownKeys() const;
 
@@ -156,6 +214,13 @@ class YamlMapping {
   const Entry* Find(absl::string_view key) const;
   // Declares `key`; its value, or null if the field is to be left as it is.
   const YAML::Node* Value(absl::string_view key);
+  // The index of the word that the field has.
+  std::optional<size_t> ReadWord(absl::string_view key,
+                                 const std::vector<std::string>& words);
+  template <typename T>
+  void ReadPairs(absl::string_view key,
+                 std::vector<std::pair<std::string, T>>* value,
+                 absl::string_view expected);
   std::string PathOf(absl::string_view key) const;
   std::string UnknownKeysMessage() const;
   void AddError(const YAML::Node& value, absl::string_view path,
@@ -165,7 +230,9 @@ class YamlMapping {
   YAML::Mark mark_ = YAML::Mark::null_mark();
   YamlErrors* errors_;
   std::vector<Entry> entries_;
-  std::vector<std::string> known_keys_;
+  std::map<std::string, size_t, std::less<>> index_;  // Into entries_.
+  std::vector<std::string> known_keys_;  // In the order of their first use.
+  std::set<std::string, std::less<>> declared_;  // The same keys.
 };
 
 }  // namespace trainer_lora::config
