@@ -2,65 +2,270 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <set>
+#include <type_traits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "config/internal/status_macros.h"
 #include "config/logging.h"
 #include "config/yaml_reader.h"
+#include "config/yaml_writer.h"
+#include "re2/re2.h"
 
 namespace trainer_lora::config {
 namespace {
-
-constexpr char kRank[] = "rank";
-constexpr char kAlpha[] = "alpha";
-constexpr char kTargetModules[] = "target_modules";
-
-constexpr char kPositiveInteger[] = "a positive integer";
-constexpr char kPositiveNumber[] = "a positive number";
-
-constexpr int64_t kMaxRank = std::numeric_limits<int32_t>::max();
 
 const Logger& GetLogger() {
   static const Logger& logger = *new Logger(InitLogger("config"));
   return logger;
 }
 
-// A field that an enabled config can't have: `key` must be `expected`.
-struct Violation {
-  std::string key;
-  std::string expected;
-  std::string actual;
+// --- Rules -------------------------------------------------------------------
+// Each returns what a value must be instead, or "" if it may be as it is.
+
+constexpr char kBoolean[] = "true or false without quotes";
+constexpr char kNames[] = "a list of strings";
+constexpr char kPositiveInteger[] = "a positive integer";
+constexpr char kPositiveNumber[] = "a positive number";
+constexpr char kFraction[] = "a number from 0 to below 1";
+constexpr char kNotNegative[] = "an integer from 0 on";
+
+std::string RankRule(int64_t rank) {
+  constexpr int64_t kMaxRank = std::numeric_limits<int32_t>::max();
+  if (rank <= 0) return kPositiveInteger;
+  if (rank > kMaxRank) return absl::StrCat("at most ", kMaxRank);
+  return "";
+}
+
+std::string NeededRankRule(const std::optional<int64_t>& rank) {
+  if (rank) return RankRule(*rank);
+  return absl::StrCat(kPositiveInteger, " when enable is true");
+}
+
+std::string AlphaRule(double alpha) {
+  return std::isfinite(alpha) && alpha > 0 ? "" : kPositiveNumber;
+}
+
+std::string DropoutRule(double dropout) {
+  return dropout >= 0 && dropout < 1 ? "" : kFraction;
+}
+
+std::string SeedRule(int64_t seed) { return seed >= 0 ? "" : kNotNegative; }
+
+// For fields whose type is all that matters.
+struct NoRule {};
+
+// Why `pattern` can't be used, in words that follow it in a message; nothing if
+// it can.
+std::optional<std::string> SyntaxError(TargetMatching matching,
+                                       const std::string& pattern) {
+  if (matching == TargetMatching::kRegex) {
+    const RE2 regex(pattern, RE2::Quiet);
+    if (!regex.ok()) return absl::StrCat(" (", regex.error(), ")");
+  }
+  if (matching == TargetMatching::kGlob) {
+    size_t open = pattern.find('[');
+    while (open != std::string::npos) {
+      // A set has at least one character, which may be the bracket itself.
+      size_t first = open + 1;
+      if (first < pattern.size() && pattern[first] == '!') ++first;
+      const size_t close = pattern.find(']', first + 1);
+      if (close == std::string::npos) return " (a [ is not closed)";
+      open = pattern.find('[', close);
+    }
+  }
+  return std::nullopt;
+}
+
+const char* SyntaxName(TargetMatching matching) {
+  return matching == TargetMatching::kRegex ? "a regular expression" : "a glob";
+}
+
+// Refuses the values of one field that break its rule, and patterns that can't
+// be used.
+struct FieldChecker {
+  const char* key;
+  TargetMatching matching;
+  YamlMapping* lora;
+
+  template <typename V, typename Rule>
+  void Check(const V& value, const Rule& rule) const {
+    if (const std::string expected = rule(value); !expected.empty()) {
+      lora->Refuse(key, expected);
+    }
+  }
+
+  // Unset, a field keeps to any rule but one for unset values too.
+  template <typename V, typename Rule>
+  void Check(const std::optional<V>& value, const Rule& rule) const {
+    if constexpr (std::is_invocable_v<Rule, std::optional<V>>) {
+      if (const std::string expected = rule(value); !expected.empty()) {
+        lora->Refuse(key, expected);
+      }
+    } else if (value) {
+      Check(*value, rule);
+    }
+  }
+
+  void Check(bool, NoRule) const {}
+
+  void Check(const std::vector<std::string>& patterns, NoRule) const {
+    for (size_t i = 0; i < patterns.size(); ++i) {
+      if (const auto error = SyntaxError(matching, patterns[i])) {
+        lora->RefuseElement(key, i, SyntaxName(matching), *error);
+      }
+    }
+  }
+
+  template <typename V, typename Rule>
+  void Check(const std::vector<std::pair<std::string, V>>& patterns,
+             const Rule& rule) const {
+    for (size_t i = 0; i < patterns.size(); ++i) {
+      const auto& [pattern, value] = patterns[i];
+      if (const auto error = SyntaxError(matching, pattern)) {
+        lora->RefuseElementKey(key, i, SyntaxName(matching), *error);
+      }
+      if (const std::string expected = rule(value); !expected.empty()) {
+        lora->RefuseElement(key, i, expected);
+      }
+    }
+  }
 };
 
-// The one list of rules for values, whether from a file or from code.
-std::vector<Violation> FindViolations(const LoraConfig& config) {
-  std::vector<Violation> violations;
-  if (!config.enable) return violations;
-  if (!config.rank) {
-    violations.push_back(
-        {kRank, absl::StrCat(kPositiveInteger, " when enable is true"),
-         "nothing"});
-  } else if (*config.rank <= 0) {
-    violations.push_back({kRank, kPositiveInteger, absl::StrCat(*config.rank)});
-  } else if (*config.rank > kMaxRank) {
-    violations.push_back({kRank, absl::StrCat("at most ", kMaxRank),
-                          absl::StrCat(*config.rank)});
+// --- Values as YAML ----------------------------------------------------------
+
+YAML::Node ToNode(bool value) { return YAML::Node(value); }
+YAML::Node ToNode(int64_t value) { return YAML::Node(value); }
+YAML::Node ToNode(double value) { return YamlNumber(value); }
+YAML::Node ToNode(const std::string& value) { return YamlString(value); }
+
+YAML::Node ToNode(const std::vector<std::string>& values) {
+  YAML::Node list(YAML::NodeType::Sequence);
+  for (const std::string& value : values) list.push_back(ToNode(value));
+  return list;
+}
+
+template <typename V>
+YAML::Node ToNode(const std::optional<V>& value) {
+  return value ? ToNode(*value) : YAML::Node(YAML::NodeType::Undefined);
+}
+
+template <typename V>
+YAML::Node ToNode(const std::vector<std::pair<std::string, V>>& pairs) {
+  YAML::Node mapping(YAML::NodeType::Map);
+  for (const auto& [key, value] : pairs) {
+    mapping.force_insert(ToNode(key), ToNode(value));
   }
-  if (config.alpha && !(std::isfinite(*config.alpha) && *config.alpha > 0)) {
-    violations.push_back(
-        {kAlpha, kPositiveNumber, absl::StrCat(*config.alpha)});
+  return mapping;
+}
+
+template <typename T>
+YAML::Node ToNode(T value, const YamlWords<T>& words) {
+  for (const auto& [word, meaning] : words) {
+    if (meaning == value) return YamlString(word);
   }
-  if (config.target_modules &&
-      std::count(config.target_modules->begin(), config.target_modules->end(),
-                 "") > 0) {
-    violations.push_back(
-        {kTargetModules, "strings that are not empty", "an empty string"});
+  return YAML::Node(static_cast<int>(value));  // A cast made it: not valid.
+}
+
+// --- Fields ------------------------------------------------------------------
+
+struct Field {
+  const char* key;
+  std::function<void(YamlMapping* lora, LoraConfig* config)> read;
+  // Of an enabled config.
+  std::function<void(const LoraConfig& config, YamlMapping* lora)> check;
+  // Undefined for an unset value.
+  std::function<YAML::Node(const LoraConfig& config)> write;
+  std::function<bool(const LoraConfig& a, const LoraConfig& b)> equal;
+};
+
+// A field with a value (or a list or mapping of values) that must be `expected`
+// and keep to `rule`.
+template <typename T, typename Rule>
+Field ValueField(const char* key, T LoraConfig::*member, const char* expected,
+                 Rule rule) {
+  return {key,
+          [=](YamlMapping* lora, LoraConfig* config) {
+            lora->Read(key, &(config->*member), expected);
+          },
+          [=](const LoraConfig& config, YamlMapping* lora) {
+            FieldChecker{key, config.target_matching, lora}.Check(
+                config.*member, rule);
+          },
+          [=](const LoraConfig& config) { return ToNode(config.*member); },
+          [=](const LoraConfig& a, const LoraConfig& b) {
+            return a.*member == b.*member;
+          }};
+}
+
+// A field with one of `words`.
+template <typename T>
+Field WordField(const char* key, T LoraConfig::*member,
+                const YamlWords<T>& words) {
+  return {
+      key,
+      [=](YamlMapping* lora, LoraConfig* config) {
+        lora->Read(key, &(config->*member), words);
+      },
+      [](const LoraConfig&, YamlMapping*) {},
+      [=](const LoraConfig& config) { return ToNode(config.*member, words); },
+      [=](const LoraConfig& a, const LoraConfig& b) {
+        return a.*member == b.*member;
+      }};
+}
+
+// All that reading, checking, writing and comparing know of the fields.
+const std::vector<Field>& Fields() {
+  static const auto& fields = *new std::vector<Field>{
+      ValueField("enable", &LoraConfig::enable, kBoolean, NoRule()),
+      ValueField("rank", &LoraConfig::rank, kPositiveInteger, NeededRankRule),
+      ValueField("alpha", &LoraConfig::alpha, kPositiveNumber, AlphaRule),
+      ValueField("target_modules", &LoraConfig::target_modules, kNames,
+                 NoRule()),
+      ValueField("exclude_modules", &LoraConfig::exclude_modules, kNames,
+                 NoRule()),
+      WordField<TargetMatching>("target_matching", &LoraConfig::target_matching,
+                                {{"substring", TargetMatching::kSubstring},
+                                 {"exact", TargetMatching::kExact},
+                                 {"suffix", TargetMatching::kSuffix},
+                                 {"glob", TargetMatching::kGlob},
+                                 {"regex", TargetMatching::kRegex}}),
+      ValueField("rank_pattern", &LoraConfig::rank_pattern, kPositiveInteger,
+                 RankRule),
+      ValueField("alpha_pattern", &LoraConfig::alpha_pattern, kPositiveNumber,
+                 AlphaRule),
+      ValueField("dropout", &LoraConfig::dropout, kFraction, DropoutRule),
+      WordField<AdapterDtype>("adapter_dtype", &LoraConfig::adapter_dtype,
+                              {{"base", AdapterDtype::kBase},
+                               {"float32", AdapterDtype::kFloat32},
+                               {"bfloat16", AdapterDtype::kBFloat16},
+                               {"float16", AdapterDtype::kFloat16}}),
+      WordField<AdapterInitialization>(
+          "initialization", &LoraConfig::initialization,
+          {{"default", AdapterInitialization::kDefault},
+           {"gaussian", AdapterInitialization::kGaussian}}),
+      ValueField("seed", &LoraConfig::seed, kNotNegative, SeedRule),
+  };
+  return fields;
+}
+
+// Reads all fields, then checks those that could be read.
+LoraConfig ReadFields(YamlMapping* lora, YamlErrors* errors) {
+  LoraConfig config;
+  std::vector<const Field*> read;
+  for (const Field& field : Fields()) {
+    const size_t errors_before = errors->size();
+    field.read(lora, &config);
+    if (errors->size() == errors_before) read.push_back(&field);
   }
-  return violations;
+  if (!config.enable) return config;
+  for (const Field* field : read) {
+    field->check(config, lora);
+  }
+  return config;
 }
 
 void LogIgnoredRank(const LoraConfig& config, absl::string_view path) {
@@ -86,14 +291,27 @@ double LoraConfig::EffectiveAlpha() const {
 }
 
 absl::Status LoraConfig::Validate() const {
-  std::vector<std::string> messages;
-  for (const Violation& violation : FindViolations(*this)) {
-    messages.push_back(absl::StrCat("lora.", violation.key, " must be ",
-                                    violation.expected, ", got ",
-                                    violation.actual));
+  if (!enable) return absl::OkStatus();
+  // What can't be read back isn't valid: the rules are in one place.
+  YamlErrors errors("");
+  YamlMapping lora(ToYaml(), "lora", &errors);
+  ReadFields(&lora, &errors);
+  return errors.ToStatus();
+}
+
+YAML::Node LoraConfig::ToYaml() const {
+  YAML::Node lora(YAML::NodeType::Map);
+  for (const Field& field : Fields()) {
+    if (const YAML::Node value = field.write(*this); value.IsDefined()) {
+      lora.force_insert(YamlString(field.key), value);
+    }
   }
-  if (messages.empty()) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrJoin(messages, "\n"));
+  return lora;
+}
+
+bool operator==(const LoraConfig& a, const LoraConfig& b) {
+  return std::all_of(Fields().begin(), Fields().end(),
+                     [&](const Field& field) { return field.equal(a, b); });
 }
 
 absl::StatusOr<std::optional<LoraConfig>> LoraConfig::Coerce(
@@ -109,25 +327,15 @@ std::optional<LoraConfig> LoraConfig::Coerce(const YAML::Node& node,
                                              YamlErrors* errors) {
   if (!node.IsDefined() || node.IsNull()) return std::nullopt;
   const size_t errors_before = errors->size();
-  LoraConfig config;
   YamlMapping lora(node, path, errors);
-  lora.Read("enable", &config.enable);
-  lora.Read(kRank, &config.rank, kPositiveInteger);
-  lora.Read(kAlpha, &config.alpha, kPositiveNumber);
-  lora.Read(kTargetModules, &config.target_modules);
+  LoraConfig config = ReadFields(&lora, errors);
   if (const std::string unknown = lora.DescribeUnknownKeys();
       !unknown.empty()) {
     GetLogger().Warning(absl::StrCat(unknown, " (ignored)"));
   }
-
-  // Only on values that could be read: one error a field is enough.
-  if (errors->size() == errors_before) {
-    for (const Violation& violation : FindViolations(config)) {
-      lora.Refuse(violation.key, violation.expected);
-    }
-  }
   if (errors->size() != errors_before) return std::nullopt;
   if (config.target_modules) RemoveDuplicates(&*config.target_modules);
+  RemoveDuplicates(&config.exclude_modules);
   LogIgnoredRank(config, path);
   return config;
 }

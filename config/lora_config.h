@@ -3,10 +3,22 @@
 //   models:
 //     student:
 //       lora:
-//         enable: true                       # false when left out
-//         rank: 16
-//         alpha: 32                          # rank when left out
+//         enable: true              # On or off. Default: false.
+//         rank: 16                  # Needed when enabled.
+//         alpha: 32                 # The scale is alpha / rank. Default: rank.
+//         # The layers to adapt, by the parts of their names; all-linear for
+//         # all. Default: the projections of attention layers.
 //         target_modules: [to_q, to_k, to_v, to_out]
+//         exclude_modules: [embedder]  # Layers left alone. Default: none.
+//         # How both, and the patterns below, match a name: substring (the
+//         # default), exact, suffix, glob or regex.
+//         target_matching: substring
+//         rank_pattern: {to_out: 32}   # Another rank for some layers, ...
+//         alpha_pattern: {to_out: 64}  # ... or alpha; the first match counts.
+//         dropout: 0.0              # From 0 to below 1. Default: 0.
+//         adapter_dtype: base       # Or float32, bfloat16, float16.
+//         initialization: default   # Of lora_A; or gaussian.
+//         seed: 0                   # Of the initial values. Default: 0.
 //
 //   absl::StatusOr<std::optional<LoraConfig>> lora =
 //       LoraConfig::Coerce(root["models"]["student"]["lora"], "train.yaml",
@@ -88,6 +100,10 @@ struct LoraConfig {
   // checks what it reads.
   absl::Status Validate() const;
 
+  // A `lora` block of all fields but unset ones, which Coerce reads as a config
+  // equal to this valid one (without duplicate targets).
+  YAML::Node ToYaml() const;
+
   // Reads a `lora` block. Nothing for an undefined or null node, which has the
   // effect of `enable: false`.
   // kInvalidArgument, one line a problem, each with `file`, line, column and
@@ -108,6 +124,12 @@ struct LoraConfig {
   static absl::StatusOr<std::optional<LoraConfig>> Coerce(
       std::optional<LoraConfig> config);
 };
+
+// Field by field.
+bool operator==(const LoraConfig& a, const LoraConfig& b);
+inline bool operator!=(const LoraConfig& a, const LoraConfig& b) {
+  return !(a == b);
+}
 
 }  // namespace trainer_lora::config
 

@@ -1,5 +1,6 @@
 #include "config/trainer_config.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
@@ -8,7 +9,9 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "config/internal/status_macros.h"
+#include "config/yaml_overrides.h"
 #include "config/yaml_reader.h"
+#include "config/yaml_writer.h"
 
 namespace trainer_lora::config {
 namespace {
@@ -57,20 +60,39 @@ RoleConfig ReadRole(const YamlMapping::Entry& entry, YamlErrors* errors) {
   return role;
 }
 
-}  // namespace
-
-absl::StatusOr<TrainerConfig> TrainerConfig::Load(const std::string& path) {
-  LORA_ASSIGN_OR_RETURN(const std::string text, ReadText(path));
-  return Parse(text, path);
+// The tree of the whole config, with the roles as they were understood.
+YAML::Node ResolvedTree(const TrainerConfig& config) {
+  YAML::Node models(YAML::NodeType::Map);
+  for (const RoleConfig& role : config.models) {
+    YAML::Node node =
+        WithField(role.node, "trainable", YAML::Node(role.trainable));
+    if (role.lora) node = WithField(node, "lora", role.lora->ToYaml());
+    models.force_insert(YamlString(role.name), node);
+  }
+  return WithField(config.root, "models", models);
 }
 
-absl::StatusOr<TrainerConfig> TrainerConfig::Parse(absl::string_view text,
-                                                   absl::string_view file) {
+}  // namespace
+
+absl::StatusOr<TrainerConfig> TrainerConfig::Load(
+    const std::string& path, const std::vector<std::string>& overrides) {
+  LORA_ASSIGN_OR_RETURN(const std::string text, ReadText(path));
+  return Parse(text, path, overrides);
+}
+
+absl::StatusOr<TrainerConfig> TrainerConfig::Parse(
+    absl::string_view text, absl::string_view file,
+    const std::vector<std::string>& overrides) {
   TrainerConfig config;
   config.file = std::string(file);
-  LORA_ASSIGN_OR_RETURN(config.root, ParseYaml(text, file));
+  LORA_ASSIGN_OR_RETURN(const YAML::Node document, ParseYaml(text, file));
 
   YamlErrors errors(file);
+  const int lines = 1 + std::count(text.begin(), text.end(), '\n');
+  config.root = ApplyOverrides(document, overrides, lines, "models", &errors);
+  LORA_RETURN_IF_ERROR(errors.ToStatus());
+  config.errors = errors;
+
   YamlMapping root(config.root, "", &errors);
   YamlMapping models = root.ReadMapping("models");
   if (errors.size() == 0 && models.entries().empty()) {
@@ -85,6 +107,14 @@ absl::StatusOr<TrainerConfig> TrainerConfig::Parse(absl::string_view text,
   }
   LORA_RETURN_IF_ERROR(errors.ToStatus());
   return config;
+}
+
+std::string TrainerConfig::ToYaml() const {
+  return WriteYaml(ResolvedTree(*this));
+}
+
+bool operator==(const TrainerConfig& a, const TrainerConfig& b) {
+  return SameYaml(ResolvedTree(a), ResolvedTree(b));
 }
 
 }  // namespace trainer_lora::config

@@ -139,7 +139,7 @@ void AddDuplicateKeys(const YAML::Node& mapping, YamlErrors* errors) {
     std::string message =
         absl::StrCat("the key \"", absl::Utf8SafeCEscape(Shorten(first->first)),
                      "\" is given twice");
-    if (errors->SourceOf(mark) == nullptr) {
+    if (errors->IsInFile(mark)) {
       absl::StrAppend(&message, ", first on line ", first->second);
     }
     errors->Add(mark, message);
@@ -385,8 +385,8 @@ absl::StatusOr<YAML::Node> ParseYaml(absl::string_view text,
   return document;
 }
 
-absl::StatusOr<YAML::Node> ParseYamlAt(int first_line, absl::string_view text,
-                                       YamlErrors errors) {
+absl::StatusOr<YAML::Node> ParseYamlAt(int first_line, absl::string_view text) {
+  YamlErrors errors("");
   // A node takes its position from the text, and there is no other way.
   return ParseDocument(absl::StrCat(std::string(first_line, '\n'), text),
                        &errors);
@@ -420,6 +420,10 @@ void YamlErrors::AddSource(int first_line, absl::string_view source) {
   sources_[first_line] = std::string(source);
 }
 
+bool YamlErrors::IsInFile(const YAML::Mark& mark) const {
+  return !file_.empty() && !mark.is_null() && SourceOf(mark) == nullptr;
+}
+
 const std::string* YamlErrors::SourceOf(const YAML::Mark& mark) const {
   const auto after = sources_.upper_bound(mark.line);
   return after == sources_.begin() ? nullptr : &std::prev(after)->second;
@@ -434,6 +438,7 @@ std::string YamlErrors::Locate(const YAML::Mark& mark,
   if (const std::string* source = SourceOf(mark)) {
     return absl::StrCat(*source, ": ", message);
   }
+  if (file_.empty()) return std::string(message);
   if (mark.is_null()) return absl::StrCat(file_, ": ", message);
   return absl::StrCat(file_, ":", mark.line + 1, ":", mark.column + 1, ": ",
                       message);
@@ -636,7 +641,7 @@ void YamlMapping::RefuseElement(absl::string_view key, size_t i,
     AddError(value[i], absl::StrCat(PathOf(key), "[", i, "]"), expected,
              remark);
   } else if (value.IsMap()) {
-    const Entry& entry = ReadMapping(key).entries().at(i);
+    const Entry entry = ReadMapping(key).entries().at(i);
     AddError(entry.value, absl::StrCat(PathOf(key), ".", entry.key), expected,
              remark);
   } else {
@@ -647,7 +652,7 @@ void YamlMapping::RefuseElement(absl::string_view key, size_t i,
 void YamlMapping::RefuseElementKey(absl::string_view key, size_t i,
                                    absl::string_view expected,
                                    absl::string_view remark) {
-  const Entry& entry = ReadMapping(key).entries().at(i);
+  const Entry entry = ReadMapping(key).entries().at(i);
   errors_->Add(
       entry.mark,
       absl::StrCat("a key of ", PathOf(key), " must be ", expected, ", got \"",

@@ -54,13 +54,10 @@ inline constexpr int64_t kMaxYamlBytes = 4 << 20;
 absl::StatusOr<YAML::Node> ParseYaml(absl::string_view text,
                                      absl::string_view file);
 
-class YamlErrors;
-
 // Parses a value that isn't part of a file, such as one of a command line, by
-// the same rules, but that it may be empty: null. Its positions start at
-// `first_line`, counted from 0; `errors` gives their name in messages.
-absl::StatusOr<YAML::Node> ParseYamlAt(int first_line, absl::string_view text,
-                                       YamlErrors errors);
+// the same rules, but that it may be empty: null. The positions of its nodes
+// start at `first_line`, counted from 0. Errors name no position.
+absl::StatusOr<YAML::Node> ParseYamlAt(int first_line, absl::string_view text);
 
 // Whether a node is text: a scalar that is quoted, or neither a number nor a
 // boolean.
@@ -76,6 +73,7 @@ using YamlWords = std::vector<std::pair<const char*, T>>;
 // The problems found in one file. Not thread-safe.
 class YamlErrors {
  public:
+  // Without a name of a file, messages have no position.
   explicit YamlErrors(absl::string_view file) : file_(file) {}
 
   // Makes the lines from `first_line` on, counted from 0 and past those of the
@@ -89,8 +87,8 @@ class YamlErrors {
   // after "source: " for a line that belongs to a source.
   std::string Locate(const YAML::Mark& mark, absl::string_view message) const;
 
-  // The source that the position belongs to, null if it is the file.
-  const std::string* SourceOf(const YAML::Mark& mark) const;
+  // Whether messages about the position have a line of the file.
+  bool IsInFile(const YAML::Mark& mark) const;
 
   size_t size() const { return errors_.size(); }
 
@@ -103,6 +101,9 @@ class YamlErrors {
     YAML::Mark mark;
     std::string message;
   };
+
+  // The source that the position belongs to, null if it is the file.
+  const std::string* SourceOf(const YAML::Mark& mark) const;
 
   std::string file_;
   std::map<int, std::string> sources_;  // By their first line.

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "config/logging.h"
 #include "config/yaml_reader.h"
+#include "config/yaml_writer.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testutil/log_capture.h"
@@ -311,8 +312,10 @@ TEST(LoraConfigTest, WarnsOfUnknownKeysAndIgnoresThem) {
   EXPECT_THAT(logs.Messages(LogLevel::kWarning),
               ElementsAre("train.yaml:2:3: models.student.lora has unknown "
                           "keys: alhpa (did you mean alpha?), zoom; valid "
-                          "keys: enable, rank, alpha, target_modules "
-                          "(ignored)"));
+                          "keys: enable, rank, alpha, target_modules, "
+                          "exclude_modules, target_matching, rank_pattern, "
+                          "alpha_pattern, dropout, adapter_dtype, "
+                          "initialization, seed (ignored)"));
 }
 
 TEST(LoraConfigTest, ReportsAllProblemsOfABlock) {
@@ -341,7 +344,360 @@ TEST(LoraConfigTest, RefusesDuplicateKeysOfANodeThatYamlCppLoaded) {
                        "on line 2"));
 }
 
+// An enabled block that sets every field.
+constexpr char kAllFields[] = R"(
+lora:
+  enable: true
+  rank: 16
+  alpha: 0.1
+  target_modules: [to_q, "16", all-linear]
+  exclude_modules: embedder
+  target_matching: regex
+  rank_pattern: {'.*\.to_out': 32, to_k: 8}
+  alpha_pattern: {z: 0.5, a: 64}
+  dropout: 0.25
+  adapter_dtype: float32
+  initialization: gaussian
+  seed: 9223372036854775807
+)";
+
+LoraConfig AllFields() {
+  LoraConfig config;
+  config.enable = true;
+  config.rank = 16;
+  config.alpha = 0.1;
+  config.target_modules = {{"to_q", "16", "all-linear"}};
+  config.exclude_modules = {"embedder"};
+  config.target_matching = TargetMatching::kRegex;
+  config.rank_pattern = {{".*\\.to_out", 32}, {"to_k", 8}};
+  config.alpha_pattern = {{"z", 0.5}, {"a", 64}};
+  config.dropout = 0.25;
+  config.adapter_dtype = AdapterDtype::kFloat32;
+  config.initialization = AdapterInitialization::kGaussian;
+  config.seed = std::numeric_limits<int64_t>::max();
+  return config;
+}
+
+TEST(LoraConfigTest, ReadsAllFields) {
+  LogCapture logs;
+  LORA_ASSERT_OK_AND_ASSIGN(const std::optional<LoraConfig> config,
+                            CoerceText(kAllFields));
+  ASSERT_TRUE(config.has_value());
+  EXPECT_EQ(config->target_modules, AllFields().target_modules);
+  EXPECT_THAT(config->exclude_modules, ElementsAre("embedder"));
+  EXPECT_EQ(config->target_matching, TargetMatching::kRegex);
+  EXPECT_EQ(config->rank_pattern, AllFields().rank_pattern);
+  EXPECT_EQ(config->alpha_pattern, AllFields().alpha_pattern);
+  EXPECT_EQ(config->dropout, 0.25);
+  EXPECT_EQ(config->adapter_dtype, AdapterDtype::kFloat32);
+  EXPECT_EQ(config->initialization, AdapterInitialization::kGaussian);
+  EXPECT_EQ(config->seed, std::numeric_limits<int64_t>::max());
+  EXPECT_EQ(*config, AllFields());
+  EXPECT_THAT(logs.Records(), IsEmpty());
+}
+
+TEST(LoraConfigTest, FieldsLeftOutHaveTheirDefaults) {
+  LORA_ASSERT_OK_AND_ASSIGN(
+      const std::optional<LoraConfig> config,
+      CoerceText(Enabled("rank: 4\n  dropout: null\n  seed: ~")));
+  LoraConfig expected;
+  expected.enable = true;
+  expected.rank = 4;
+  EXPECT_EQ(*config, expected);
+}
+
+TEST(LoraConfigTest, EveryWordHasItsMeaning) {
+  const std::vector<std::pair<const char*, TargetMatching>> matchings = {
+      {"substring", TargetMatching::kSubstring},
+      {"exact", TargetMatching::kExact},
+      {"suffix", TargetMatching::kSuffix},
+      {"glob", TargetMatching::kGlob},
+      {"\"regex\"", TargetMatching::kRegex}};
+  for (const auto& [word, meaning] : matchings) {
+    SCOPED_TRACE(word);
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const std::optional<LoraConfig> config,
+        CoerceText(absl::StrCat("lora: {target_matching: ", word, "}")));
+    EXPECT_EQ(config->target_matching, meaning);
+  }
+  const std::vector<std::pair<const char*, AdapterDtype>> dtypes = {
+      {"base", AdapterDtype::kBase},
+      {"float32", AdapterDtype::kFloat32},
+      {"bfloat16", AdapterDtype::kBFloat16},
+      {"float16", AdapterDtype::kFloat16}};
+  for (const auto& [word, meaning] : dtypes) {
+    SCOPED_TRACE(word);
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const std::optional<LoraConfig> config,
+        CoerceText(absl::StrCat("lora: {adapter_dtype: ", word, "}")));
+    EXPECT_EQ(config->adapter_dtype, meaning);
+  }
+  const std::vector<std::pair<const char*, AdapterInitialization>>
+      initializations = {{"default", AdapterInitialization::kDefault},
+                         {"gaussian", AdapterInitialization::kGaussian}};
+  for (const auto& [word, meaning] : initializations) {
+    SCOPED_TRACE(word);
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const std::optional<LoraConfig> config,
+        CoerceText(absl::StrCat("lora: {initialization: ", word, "}")));
+    EXPECT_EQ(config->initialization, meaning);
+  }
+}
+
+// Types count in a disabled block too, ranges and patterns do not.
+TEST(LoraConfigTest, RefusesWhatAFieldCannotBe) {
+  struct Case {
+    const char* field;
+    const char* message;
+    bool also_disabled;
+  };
+  const std::vector<Case> cases = {
+      {"target_matching: sufix",
+       "4:20: models.student.lora.target_matching must be substring, exact, "
+       "suffix, glob or regex, got sufix (did you mean suffix?)",
+       true},
+      {"target_matching: 7",
+       "4:20: models.student.lora.target_matching must be substring, exact, "
+       "suffix, glob or regex, got 7",
+       true},
+      {"adapter_dtype: bf16",
+       "4:18: models.student.lora.adapter_dtype must be base, float32, "
+       "bfloat16 or float16, got bf16",
+       true},
+      {"adapter_dtype: [float32]",
+       "4:18: models.student.lora.adapter_dtype must be base, float32, "
+       "bfloat16 or float16, got a list",
+       true},
+      {"initialization: Gaussian",
+       "4:19: models.student.lora.initialization must be default or gaussian, "
+       "got Gaussian (did you mean gaussian?)",
+       true},
+      {"exclude_modules: [a, \"\"]",
+       "4:24: models.student.lora.exclude_modules[1] must be a string that is "
+       "not empty, got \"\"",
+       true},
+      {"exclude_modules: 7",
+       "4:20: models.student.lora.exclude_modules must be a list of strings, "
+       "got 7 (quote it if it is text)",
+       true},
+      {"rank_pattern: [to_q]",
+       "4:17: models.student.lora.rank_pattern must be a mapping, got a list",
+       true},
+      {"rank_pattern: {to_q: many}",
+       "4:24: models.student.lora.rank_pattern.to_q must be a positive "
+       "integer, got many",
+       true},
+      {"rank_pattern: {to_q: }",
+       "4:18: models.student.lora.rank_pattern.to_q must be a positive "
+       "integer, got null",
+       true},
+      {"rank_pattern: {\"\": 8}",
+       "4:18: a key of models.student.lora.rank_pattern must be text that is "
+       "not empty, got \"\"",
+       true},
+      {"rank_pattern: {7: 8}",
+       "4:18: a key of models.student.lora.rank_pattern must be a string, got "
+       "7",
+       true},
+      {"rank_pattern: {to_q: 8, to_k: 0}",
+       "4:33: models.student.lora.rank_pattern.to_k must be a positive "
+       "integer, got 0",
+       false},
+      {"rank_pattern: {to_q: 2147483648}",
+       "4:24: models.student.lora.rank_pattern.to_q must be at most "
+       "2147483647, got 2147483648",
+       false},
+      {"alpha_pattern: {to_q: -0.5}",
+       "4:25: models.student.lora.alpha_pattern.to_q must be a positive "
+       "number, got -0.5",
+       false},
+      {"alpha_pattern: {to_q: .nan}",
+       "4:25: models.student.lora.alpha_pattern.to_q must be a positive "
+       "number, got .nan",
+       true},
+      {"dropout: 1",
+       "4:12: models.student.lora.dropout must be a number from 0 to below 1, "
+       "got 1",
+       false},
+      {"dropout: -0.1",
+       "4:12: models.student.lora.dropout must be a number from 0 to below 1, "
+       "got -0.1",
+       false},
+      {"dropout: a",
+       "4:12: models.student.lora.dropout must be a number from 0 to below 1, "
+       "got a",
+       true},
+      {"seed: -1",
+       "4:9: models.student.lora.seed must be an integer from 0 on, got -1",
+       false},
+      {"seed: 0.5",
+       "4:9: models.student.lora.seed must be an integer from 0 on, got 0.5",
+       true},
+      {"target_modules: 'to_(q'\n  target_matching: regex",
+       "4:19: models.student.lora.target_modules must be a regular "
+       "expression, got \"to_(q\" (missing ): to_(q)",
+       false},
+      {"exclude_modules: [a, '*b']\n  target_matching: regex",
+       "4:24: models.student.lora.exclude_modules[1] must be a regular "
+       "expression, got \"*b\" (no argument for repetition operator: *)",
+       false},
+      {"alpha_pattern: {'a[': 1}\n  target_matching: regex",
+       "4:19: a key of models.student.lora.alpha_pattern must be a regular "
+       "expression, got \"a[\" (missing ]: [)",
+       false},
+      {"target_modules: ['ok[ab]', 'to_[q']\n  target_matching: glob",
+       "4:30: models.student.lora.target_modules[1] must be a glob, got "
+       "\"to_[q\" (a [ is not closed)",
+       false},
+      {"rank_pattern: {'[!]': 8}\n  target_matching: glob",
+       "4:18: a key of models.student.lora.rank_pattern must be a glob, got "
+       "\"[!]\" (a [ is not closed)",
+       false},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.field);
+    const std::string fields = absl::StrCat("rank: 4\n  ", c.field);
+    EXPECT_THAT(CoerceText(Enabled(fields)),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         absl::StrCat("train.yaml:", c.message)));
+    EXPECT_EQ(CoerceText(absl::StrCat("lora:\n  ", fields)).ok(),
+              !c.also_disabled);
+  }
+}
+
+TEST(LoraConfigTest, AcceptsPatternsOfTheirSyntax) {
+  for (const char* fields :
+       {"target_matching: glob\n  target_modules: ['*.to_[qk]', '[]x]', "
+        "'[!]]']",
+        "target_matching: regex\n  target_modules: ['blocks\\.\\d+\\..*']",
+        "target_matching: substring\n  target_modules: ['to_(q', 'to_[']",
+        "target_matching: regex\n  target_modules: all-linear"}) {
+    SCOPED_TRACE(fields);
+    EXPECT_THAT(CoerceText(Enabled(absl::StrCat("rank: 4\n  ", fields))),
+                IsOk());
+  }
+}
+
+TEST(LoraConfigTest, MergesDuplicateExclusions) {
+  LORA_ASSERT_OK_AND_ASSIGN(
+      const std::optional<LoraConfig> config,
+      CoerceText(Enabled("rank: 4\n  exclude_modules: [b, a, b]")));
+  EXPECT_THAT(config->exclude_modules, ElementsAre("b", "a"));
+}
+
+// A file may have a rank for each of thousands of layers.
+TEST(LoraConfigTest, ReadsTenThousandPatternsInOrder) {
+  std::string text = "lora:\n  enable: true\n  rank: 4\n  rank_pattern:\n";
+  for (int i = 0; i < 10000; ++i) {
+    absl::StrAppend(&text, "    blocks.", i, ".to_q: ", i + 1, "\n");
+  }
+  LORA_ASSERT_OK_AND_ASSIGN(const std::optional<LoraConfig> config,
+                            CoerceText(text));
+  ASSERT_EQ(config->rank_pattern.size(), 10000);
+  EXPECT_EQ(config->rank_pattern[0].first, "blocks.0.to_q");
+  EXPECT_EQ(config->rank_pattern[9999].second, 10000);
+}
+
 // Configs built in code.
+
+TEST(LoraConfigTest, ToYamlIsReadBackAsAnEqualConfig) {
+  std::vector<std::pair<const char*, LoraConfig>> cases = {
+      {"default", {}}, {"all fields", AllFields()}};
+  LoraConfig words = AllFields();
+  words.target_matching = TargetMatching::kSubstring;
+  words.target_modules = {{"null", "~", "true", "1e3", "- a", "a: b", "a #b",
+                           " x ", "line\nbreak", "世界", "\"", "'", "<<"}};
+  words.rank_pattern = {{"7", 1}, {"no", 2}, {std::string(2000, 'k'), 3}};
+  cases.push_back({"words that look like something else", words});
+  LoraConfig none = AllFields();
+  none.target_modules = std::vector<std::string>();
+  none.rank_pattern.clear();
+  none.alpha.reset();
+  none.alpha_pattern = {{"tiny", 5e-324}, {"third", 1.0 / 3}, {"huge", 1e308}};
+  cases.push_back({"empty lists, odd numbers", none});
+  for (const auto& [name, config] : cases) {
+    SCOPED_TRACE(name);
+    YAML::Node root(YAML::NodeType::Map);
+    root["lora"] = config.ToYaml();
+    const std::string text = WriteYaml(root);
+    SCOPED_TRACE(text);
+    LORA_ASSERT_OK_AND_ASSIGN(const std::optional<LoraConfig> read,
+                              CoerceText(text));
+    EXPECT_EQ(*read, config);
+  }
+}
+
+TEST(LoraConfigTest, ToYamlHasEveryFieldThatIsSet) {
+  EXPECT_EQ(WriteYaml(LoraConfig().ToYaml()),
+            "enable: false\n"
+            "exclude_modules: []\n"
+            "target_matching: substring\n"
+            "rank_pattern: {}\n"
+            "alpha_pattern: {}\n"
+            "dropout: 0\n"
+            "adapter_dtype: base\n"
+            "initialization: default\n"
+            "seed: 0\n");
+}
+
+TEST(LoraConfigTest, ConfigsThatDifferInAFieldAreNotEqual) {
+  struct Case {
+    const char* field;
+    void (*change)(LoraConfig*);
+  };
+  const std::vector<Case> cases = {
+      {"enable", [](LoraConfig* c) { c->enable = false; }},
+      {"rank", [](LoraConfig* c) { c->rank.reset(); }},
+      {"alpha", [](LoraConfig* c) { c->alpha = 2; }},
+      {"target_modules", [](LoraConfig* c) { c->target_modules->pop_back(); }},
+      {"exclude_modules", [](LoraConfig* c) { c->exclude_modules.clear(); }},
+      {"target_matching",
+       [](LoraConfig* c) { c->target_matching = TargetMatching::kGlob; }},
+      {"rank_pattern",
+       [](LoraConfig* c) {
+         std::swap(c->rank_pattern[0], c->rank_pattern[1]);
+       }},
+      {"alpha_pattern", [](LoraConfig* c) { c->alpha_pattern[0].second = 9; }},
+      {"dropout", [](LoraConfig* c) { c->dropout = 0; }},
+      {"adapter_dtype",
+       [](LoraConfig* c) { c->adapter_dtype = AdapterDtype::kFloat16; }},
+      {"initialization",
+       [](LoraConfig* c) {
+         c->initialization = AdapterInitialization::kDefault;
+       }},
+      {"seed", [](LoraConfig* c) { c->seed = 1; }},
+  };
+  EXPECT_EQ(AllFields(), AllFields());
+  EXPECT_EQ(cases.size(), AllFields().ToYaml().size()) << "a field each";
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.field);
+    LoraConfig other = AllFields();
+    c.change(&other);
+    EXPECT_NE(other, AllFields());
+  }
+}
+
+TEST(LoraConfigTest, ValidateChecksEveryField) {
+  LoraConfig config = AllFields();
+  EXPECT_THAT(config.Validate(), IsOk());
+  config.rank_pattern = {{"to_q", 0}, {"to_q", 1}, {"", 2}, {"to_(q", 3}};
+  config.dropout = 1;
+  config.seed = -1;
+  config.target_matching = static_cast<TargetMatching>(77);
+  config.exclude_modules = {"", "null"};
+  EXPECT_THAT(
+      config.Validate(),
+      StatusIs(absl::StatusCode::kInvalidArgument,
+               "lora.exclude_modules[0] must be a string that is not empty, "
+               "got \"\"\n"
+               "lora.target_matching must be substring, exact, suffix, glob "
+               "or regex, got 77\n"
+               "the key \"to_q\" is given twice\n"
+               "a key of lora.rank_pattern must be text that is not empty, got "
+               "\"\"\n"
+               "lora.dropout must be a number from 0 to below 1, got 1\n"
+               "lora.seed must be an integer from 0 on, got -1"));
+}
 
 TEST(LoraConfigTest, ValidateChecksAnEnabledConfig) {
   struct Case {
@@ -375,14 +731,13 @@ TEST(LoraConfigTest, ValidateChecksAnEnabledConfig) {
        "lora.alpha must be a positive number, got -8"},
       {"alpha nan",
        {true, 1, nan, {}},
-       "lora.alpha must be a positive number, got nan"},
+       "lora.alpha must be a positive number, got .nan"},
       {"alpha inf",
        {true, 1, inf, {}},
-       "lora.alpha must be a positive number, got inf"},
+       "lora.alpha must be a positive number, got .inf"},
       {"an empty target",
        {true, 1, {}, {{"to_q", ""}}},
-       "lora.target_modules must be strings that are not empty, got an empty "
-       "string"},
+       "lora.target_modules[1] must be a string that is not empty, got \"\""},
       {"disabled with rank 0", {false, 0, -1.0, {{""}}}, ""},
       {"everything",
        {true, 0, 0.0, {}},
