@@ -49,10 +49,16 @@ RoleConfig ReadRole(const YamlMapping::Entry& entry, YamlErrors* errors) {
   const std::string path = absl::StrCat("models.", role.name);
   YamlMapping mapping(entry.value, path, errors);
   mapping.Read("trainable", &role.trainable);
+  const YAML::Node trainable = mapping.ReadNode("trainable");
   const YAML::Node lora = mapping.ReadNode("lora");
   role.lora = LoraConfig::Coerce(lora, absl::StrCat(path, ".lora"), errors);
   if (role.lora && role.lora->enable && !role.trainable) {
-    errors->Add(lora.Mark(),
+    // If an override is to blame, it is named.
+    YAML::Mark mark = lora.Mark();
+    for (const YAML::Node& cause : {trainable, lora["enable"]}) {
+      if (!errors->IsInFile(cause.Mark())) mark = cause.Mark();
+    }
+    errors->Add(mark,
                 absl::StrCat(path, ".lora is enabled but ", path,
                              ".trainable is false: set trainable to true, or "
                              "enable to false"));

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
@@ -24,6 +25,17 @@ std::string ForeignTag(const YAML::Node& node) {
   return tag;
 }
 
+bool IsQuoted(const YAML::Node& scalar) {
+  return scalar.Tag() == "!" || scalar.Tag() == "tag:yaml.org,2002:str";
+}
+
+// yaml-cpp quotes what it has to, but misses the marks between documents and
+// Unicode's line breaks.
+bool NeedsQuotes(const std::string& text) {
+  return absl::StartsWith(text, "---") || absl::StartsWith(text, "...") ||
+         !std::all_of(text.begin(), text.end(), absl::ascii_isprint);
+}
+
 // Lists of scalars and whatever is empty read best on one line.
 bool FitsOneLine(const YAML::Node& node) {
   if (!node.IsSequence()) return node.IsMap() && node.size() == 0;
@@ -43,8 +55,7 @@ void Write(const YAML::Node& node, YAML::Emitter* out) {
       *out << YAML::Null;
       return;
     case YAML::NodeType::Scalar:
-      // What was not quoted is quoted only if it has to be.
-      if (node.Tag() == "!" || node.Tag() == "tag:yaml.org,2002:str") {
+      if (IsQuoted(node) || NeedsQuotes(node.Scalar())) {
         *out << YAML::DoubleQuoted;
       }
       *out << node.Scalar();
