@@ -1,9 +1,29 @@
-// What a launcher told this process about its place in the job: torchrun's
-// environment variables, read and checked once.
+// What a launcher told this process about its place in the job: the environment
+// variables of torchrun, Open MPI or Slurm, read and checked once.
 //
 //   absl::StatusOr<LaunchEnvironment> launch = ReadLaunchEnvironment();
 //   if (!launch.ok()) return launch.status();
-//   std::cout << "rank " << launch->rank << " of " << launch->world_size;
+//   std::cout << "rank " << launch->rank << " of " << launch->world_size
+//             << ", started by " << LauncherName(launch->launcher);
+//
+// The first of these that is there counts, so that torchrun works below srun,
+// and mpirun in a Slurm job:
+//
+//   torchrun  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+//             MASTER_PORT; other launchers may set them too.
+//   mpirun    Open MPI's OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE.
+//   srun      SLURM_PROCID, SLURM_STEP_NUM_TASKS (or SLURM_NTASKS),
+//             SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_TASKS_PER_NODE (or
+//             SLURM_TASKS_PER_NODE), in a task of a job step (SLURM_STEP_ID).
+//             The shell of an sbatch script or of salloc is a single process.
+//
+// Where the ranks meet is MASTER_ADDR and MASTER_PORT if they are set. Else,
+// the address is the first host of SLURM_STEP_NODELIST (or SLURM_JOB_NODELIST);
+// 127.0.0.1 with mpirun on one host; an error with mpirun on several. The port
+// is from 10000 to 29999, by a hash (FNV-1a of 32 bits, modulo 20000) of
+// "<SLURM_JOB_ID>.<SLURM_STEP_ID>", or of Open MPI's name for the job
+// (PMIX_NAMESPACE or OMPI_MCA_ess_base_jobid): the same for all ranks of a job,
+// and most likely another one for another job on the same host.
 #ifndef TRAINER_LORA_CONFIG_LAUNCH_ENVIRONMENT_H_
 #define TRAINER_LORA_CONFIG_LAUNCH_ENVIRONMENT_H_
 
@@ -17,17 +37,24 @@
 
 namespace trainer_lora::config {
 
+// Whose variables were read.
+enum class Launcher { kNone, kTorchrun, kOpenMpi, kSlurm };
+
+// "no launcher", "torchrun", "Open MPI" or "Slurm", for messages.
+const char* LauncherName(Launcher launcher);
+
 // Without a launcher: a single process, rank 0 of 1, and no master.
 struct LaunchEnvironment {
-  // This process in the job (RANK of WORLD_SIZE) and on its host (LOCAL_RANK of
-  // LOCAL_WORLD_SIZE). 0 <= rank < world_size, and the same for the local ones.
+  Launcher launcher = Launcher::kNone;
+
+  // This process in the job and on its host. 0 <= rank < world_size, the same
+  // for the local ones, and local_world_size <= world_size.
   int rank = 0;
   int local_rank = 0;
   int world_size = 1;
   int local_world_size = 1;
 
-  // Where the ranks meet (MASTER_ADDR, MASTER_PORT); empty and 0 without a
-  // launcher.
+  // Where the ranks meet; empty and 0 without a launcher.
   std::string master_addr;
   uint16_t master_port = 0;
 
@@ -40,11 +67,11 @@ struct LaunchEnvironment {
 using EnvironmentLookup =
     std::function<std::optional<std::string>(const char* name)>;
 
-// Reads the variables of this process. With none of RANK, WORLD_SIZE,
-// LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, the result is
-// a single process. kInvalidArgument, naming the variable and its value, if
-// only some of them are set or a value is out of range. Safe from any thread as
-// long as nothing changes the environment meanwhile.
+// Reads the variables of this process; with none of a launcher's, the result is
+// a single process. kInvalidArgument, naming the variables and their values, if
+// only some of a launcher's variables are set, a value is out of range, or
+// nothing says where the ranks meet. Safe from any thread as long as nothing
+// changes the environment meanwhile.
 absl::StatusOr<LaunchEnvironment> ReadLaunchEnvironment();
 
 // The same on variables that `lookup` gives.
