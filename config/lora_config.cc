@@ -11,9 +11,9 @@
 #include "absl/strings/str_cat.h"
 #include "config/internal/status_macros.h"
 #include "config/logging.h"
+#include "config/name_pattern.h"
 #include "config/yaml_reader.h"
 #include "config/yaml_writer.h"
-#include "re2/re2.h"
 
 namespace trainer_lora::config {
 namespace {
@@ -62,21 +62,8 @@ struct NoRule {};
 // it can.
 std::optional<std::string> SyntaxError(TargetMatching matching,
                                        const std::string& pattern) {
-  if (matching == TargetMatching::kRegex) {
-    const RE2 regex(pattern, RE2::Quiet);
-    if (!regex.ok()) return absl::StrCat(" (", regex.error(), ")");
-  }
-  if (matching == TargetMatching::kGlob) {
-    size_t open = pattern.find('[');
-    while (open != std::string::npos) {
-      // A set has at least one character, which may be the bracket itself.
-      size_t first = open + 1;
-      if (first < pattern.size() && pattern[first] == '!') ++first;
-      const size_t close = pattern.find(']', first + 1);
-      if (close == std::string::npos) return " (a [ is not closed)";
-      open = pattern.find('[', close);
-    }
-  }
+  const auto parsed = NamePattern::Create(pattern, matching);
+  if (!parsed.ok()) return absl::StrCat(" (", parsed.status().message(), ")");
   return std::nullopt;
 }
 

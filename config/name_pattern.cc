@@ -32,7 +32,7 @@ absl::StatusOr<std::string> RegexOfGlob(absl::string_view glob) {
       case '[': {
         const size_t end = EndOfSet(glob, i);
         if (end == absl::string_view::npos) {
-          return absl::InvalidArgumentError("[ is not closed by ]");
+          return absl::InvalidArgumentError("a [ is not closed");
         }
         absl::string_view set = glob.substr(i + 1, end - i - 1);
         regex += "[";
@@ -62,11 +62,6 @@ absl::StatusOr<std::shared_ptr<const RE2>> Compile(const std::string& regex) {
   return compiled;
 }
 
-absl::Status NotValid(absl::string_view text, const absl::Status& reason) {
-  return absl::InvalidArgumentError(absl::StrCat(
-      "the pattern \"", text, "\" is not valid: ", reason.message()));
-}
-
 }  // namespace
 
 absl::StatusOr<NamePattern> NamePattern::Create(absl::string_view text,
@@ -80,12 +75,11 @@ absl::StatusOr<NamePattern> NamePattern::Create(absl::string_view text,
   if (matching != TargetMatching::kGlob && matching != TargetMatching::kRegex) {
     return pattern;
   }
-  absl::StatusOr<std::string> regex =
-      matching == TargetMatching::kGlob ? RegexOfGlob(text) : std::string(text);
-  if (!regex.ok()) return NotValid(text, regex.status());
-  absl::StatusOr<std::shared_ptr<const RE2>> compiled = Compile(*regex);
-  if (!compiled.ok()) return NotValid(text, compiled.status());
-  pattern.regex_ = *std::move(compiled);
+  std::string regex(text);
+  if (matching == TargetMatching::kGlob) {
+    LORA_ASSIGN_OR_RETURN(regex, RegexOfGlob(text));
+  }
+  LORA_ASSIGN_OR_RETURN(pattern.regex_, Compile(regex));
   return pattern;
 }
 

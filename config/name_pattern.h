@@ -41,9 +41,9 @@ enum class TargetMatching {
 // takes time linear in the name, whatever the pattern.
 class NamePattern {
  public:
-  // kInvalidArgument, with the pattern and the reason, for an empty one, which
-  // would match everything or nothing, a glob with an unclosed [, and a regular
-  // expression that RE2 refuses.
+  // kInvalidArgument, with the reason, for an empty pattern, which would match
+  // everything or nothing, a glob with an unclosed [, and a regular expression
+  // that RE2 refuses.
   static absl::StatusOr<NamePattern> Create(absl::string_view text,
                                             TargetMatching matching);
 

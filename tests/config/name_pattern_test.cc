@@ -10,7 +10,6 @@
 namespace trainer_lora::config {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::trainer_lora::testutil::StatusIs;
 
@@ -92,7 +91,7 @@ TEST(NamePatternTest, MatchesTheFullNameInEachOfItsWays) {
   }
 }
 
-TEST(NamePatternTest, RefusesWhatIsNoPatternAndNamesIt) {
+TEST(NamePatternTest, RefusesWhatIsNoPattern) {
   struct Case {
     std::string pattern;
     TargetMatching matching;
@@ -101,8 +100,8 @@ TEST(NamePatternTest, RefusesWhatIsNoPatternAndNamesIt) {
   const Case cases[] = {
       {"", kSubstring, "empty"},
       {"", kRegex, "empty"},
-      {"to_[qv", kGlob, "[ is not closed"},
-      {"to_[]", kGlob, "[ is not closed"},
+      {"to_[qv", kGlob, "a [ is not closed"},
+      {"to_[]", kGlob, "a [ is not closed"},
       {"to_[z-a]", kGlob, "range"},
       {"to_(q", kRegex, "missing"},
       {"*to_q", kRegex, "repetition"},
@@ -113,8 +112,7 @@ TEST(NamePatternTest, RefusesWhatIsNoPatternAndNamesIt) {
   for (const Case& test : cases) {
     EXPECT_THAT(
         NamePattern::Create(test.pattern, test.matching),
-        StatusIs(absl::StatusCode::kInvalidArgument,
-                 AllOf(HasSubstr(test.pattern), HasSubstr(test.reason))))
+        StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(test.reason)))
         << test.pattern;
   }
 }
