@@ -176,6 +176,29 @@ TEST_F(AdapterFileTest, WhatWasSavedLoadsBitwise) {
   }
 }
 
+// An adapter that trains in float32 over a narrower base does not lose bits.
+TEST_F(AdapterFileTest, AFloat32AdapterOfABfloat16BaseStaysFloat32) {
+  config::LoraConfig config = Config();
+  config.adapter_dtype = config::AdapterDtype::kFloat32;
+  const auto adapted_model = [&config] {
+    auto model = std::make_unique<Model>();
+    model->to(at::kBFloat16);
+    EXPECT_THAT(EnableLoraTraining(*model, config), IsOk());
+    return model;
+  };
+  const auto model = adapted_model();
+  for (const auto& item : TrainableParameters(*model)) {
+    item.parameter.detach().uniform_(-1, 1);
+  }
+  ASSERT_THAT(SaveAdapter(*model, Path("adapter")), IsOk());
+  const auto copy = adapted_model();
+  ASSERT_THAT(LoadAdapter(*copy, Path("adapter")), IsOk());
+  for (const at::Tensor& value : AdapterValues(*copy)) {
+    EXPECT_EQ(value.scalar_type(), at::kFloat);
+  }
+  ExpectEqual(AdapterValues(*copy), AdapterValues(*model));
+}
+
 TEST_F(AdapterFileTest, ANonContiguousFactorIsWrittenRight) {
   const auto saved = AdaptedModel();
   saved->to_q->lora_A().set_data(at::rand({5, 2}).t());

@@ -344,6 +344,27 @@ TEST(EnableLoraTrainingTest, AdapterDtypeIsAnOption) {
   }
 }
 
+// Ranks seed the global generator differently, and use it differently.
+TEST(EnableLoraTrainingTest, TheGlobalGeneratorDoesNotMatter) {
+  const auto values = [](uint64_t seed, int64_t drawn_before) {
+    at::manual_seed(seed);
+    at::rand({drawn_before});
+    Model model;
+    EXPECT_THAT(EnableLoraTraining(model, Config()), IsOk());
+    std::vector<at::Tensor> values;
+    for (const auto& item : TrainableParameters(model)) {
+      values.push_back(item.parameter.detach());
+    }
+    return values;
+  };
+  const std::vector<at::Tensor> first = values(1, 0);
+  const std::vector<at::Tensor> second = values(2, 7);
+  ASSERT_EQ(first.size(), second.size());
+  for (size_t i = 0; i < first.size(); ++i) {
+    EXPECT_TRUE(at::equal(first[i], second[i])) << i;
+  }
+}
+
 TEST(EnableLoraTrainingTest, TheInitializationKindIsAnOption) {
   const auto lora_A = [](config::AdapterInitialization kind) {
     Model model(1);
