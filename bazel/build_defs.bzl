@@ -30,3 +30,37 @@ def lora_cc_test(name, deps = [], copts = [], size = "small", **kwargs):
         deps = deps + ["@com_google_googletest//:gtest_main"],
         **kwargs
     )
+
+def lora_cc_benchmark(name, srcs, deps = [], copts = [], data = [], args = [], **kwargs):
+    """A Google Benchmark binary, and `<name>_smoke_test`, which runs each of its benchmarks once.
+
+    For times: `bazel run -c opt <name>`. The test only says that the benchmarks still work.
+    """
+    native.cc_library(
+        name = name + "_lib",
+        testonly = True,
+        srcs = srcs,
+        copts = _COPTS + copts,
+        visibility = ["//visibility:private"],
+        deps = deps + ["@com_github_google_benchmark//:benchmark_main"],
+        # Benchmarks register themselves: nothing refers to their objects.
+        alwayslink = True,
+    )
+    native.cc_binary(
+        name = name,
+        testonly = True,
+        args = args,
+        data = data,
+        linkstatic = True,
+        deps = [":" + name + "_lib"],
+        **kwargs
+    )
+    native.cc_test(
+        name = name + "_smoke_test",
+        size = "small",
+        args = args + ["--benchmark_min_time=0"],
+        data = data,
+        linkstatic = True,
+        deps = [":" + name + "_lib"],
+        **kwargs
+    )

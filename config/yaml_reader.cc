@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "config/internal/message_text.h"
 #include "config/internal/status_macros.h"
 #include "yaml-cpp/depthguard.h"
@@ -317,31 +318,51 @@ class DocumentStarts : public YAML::EventHandler {
   std::vector<YAML::Mark> marks_;
 };
 
-// The one document in `text`. YAML::LoadAll is of no use for that: it makes
-// documents without end of some malformed text.
-absl::StatusOr<YAML::Node> LoadDocument(const std::string& text,
-                                        const YamlErrors& errors) {
+// Whether more may follow `document`, the first in `text`. A mapping in block
+// style that starts its line goes on up to a line that starts with one of these
+// marks; parsing such a file a second time would double what it costs.
+bool MayHaveSuccessor(const YAML::Node& document, const std::string& text) {
+  const bool fills_lines = document.IsMap() && document.Mark().column == 0 &&
+                           document.Style() == YAML::EmitterStyle::Block;
+  if (!fills_lines) return true;
+  int line = 0;
+  for (absl::string_view rest : absl::StrSplit(text, '\n')) {
+    const bool is_mark = absl::StartsWith(rest, "---") ||
+                         absl::StartsWith(rest, "...") ||
+                         absl::StartsWith(rest, "%");
+    if (line++ > document.Mark().line && is_mark) return true;
+  }
+  return false;
+}
+
+// An error if `text` has a second document. YAML::LoadAll is of no use for
+// that: it makes documents without end of some malformed text.
+absl::Status CheckOneDocument(const std::string& text,
+                              const YamlErrors& errors) {
   std::istringstream stream(text);
   YAML::Parser parser(stream);
   DocumentStarts starts;
   if (parser.HandleNextDocument(starts)) parser.HandleNextDocument(starts);
-  if (starts.marks().size() > 1) {
-    return absl::InvalidArgumentError(
-        errors.Locate(starts.marks()[1],
-                      "a second document starts here; the file must hold one"));
-  }
-  return YAML::Load(text);
+  if (starts.marks().size() <= 1) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      errors.Locate(starts.marks()[1],
+                    "a second document starts here; the file must hold one"));
 }
 
-// The same with yaml-cpp's exceptions, which end here, as errors.
+// The one document in `text`. yaml-cpp's exceptions end here, as errors.
 absl::StatusOr<YAML::Node> TryLoadDocument(absl::string_view text,
                                            const YamlErrors& errors) {
   // With an explicit end, a quoted string that is never closed is an error to
   // yaml-cpp; it would take the end of the file for a quote.
-  const std::string terminated =
-      absl::StrCat(text, absl::EndsWith(text, "\n") ? "" : "\n", "...\n");
+  const std::string lines =
+      absl::StrCat(text, absl::EndsWith(text, "\n") ? "" : "\n");
+  const std::string terminated = absl::StrCat(lines, "...\n");
   try {
-    return LoadDocument(terminated, errors);
+    YAML::Node document = YAML::Load(terminated);
+    if (MayHaveSuccessor(document, lines)) {
+      LORA_RETURN_IF_ERROR(CheckOneDocument(terminated, errors));
+    }
+    return document;
   } catch (const YAML::DeepRecursion& e) {
     return absl::InvalidArgumentError(
         errors.Locate(e.mark, "nested too deeply"));

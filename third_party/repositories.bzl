@@ -5,6 +5,7 @@ the place of ours.
 """
 
 load("//third_party/com_github_gabime_spdlog:workspace.bzl", spdlog = "repository")
+load("//third_party/com_github_google_benchmark:workspace.bzl", benchmark = "repository")
 load("//third_party/com_github_jbeder_yaml_cpp:workspace.bzl", yaml_cpp = "repository")
 load("//third_party/com_github_nlohmann_json:workspace.bzl", nlohmann_json = "repository")
 load("//third_party/com_google_absl:workspace.bzl", absl = "repository")
@@ -19,6 +20,7 @@ load("//third_party/wordnet:workspace.bzl", wordnet = "repository")
 def trainer_lora_repositories():
     """What the libraries and their tests need. A consumer's WORKSPACE calls this after its own repositories."""
     absl()
+    benchmark()
     gloo()
     googletest()
     libtorch()

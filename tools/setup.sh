@@ -8,7 +8,7 @@ readonly packages=(
   # Toolchain
   bazel-bootstrap bazel-rules-java bazel-rules-proto g++ git pkg-config python3 python3-pip python3-venv
   # Libraries
-  libabsl-dev libgloo-dev libgmock-dev libgtest-dev libre2-dev libspdlog-dev libyaml-cpp-dev nlohmann-json3-dev
+  libabsl-dev libbenchmark-dev libgloo-dev libgmock-dev libgtest-dev libre2-dev libspdlog-dev libyaml-cpp-dev nlohmann-json3-dev
   # Example: Unicode tables and the text that it learns from
   libutf8proc-dev wordnet-base
   # Format check
