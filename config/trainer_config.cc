@@ -66,16 +66,18 @@ RoleConfig ReadRole(const YamlMapping::Entry& entry, YamlErrors* errors) {
   return role;
 }
 
-// The tree of the whole config, with the roles as they were understood.
+// The tree of the whole config, with the roles as they were understood. It has
+// no node of the config's: yaml-cpp would keep what is added to one as long as
+// the other.
 YAML::Node ResolvedTree(const TrainerConfig& config) {
   YAML::Node models(YAML::NodeType::Map);
   for (const RoleConfig& role : config.models) {
-    YAML::Node node =
-        WithField(role.node, "trainable", YAML::Node(role.trainable));
+    YAML::Node node = WithField(YAML::Clone(role.node), "trainable",
+                                YAML::Node(role.trainable));
     if (role.lora) node = WithField(node, "lora", role.lora->ToYaml());
     models.force_insert(YamlString(role.name), node);
   }
-  return WithField(config.root, "models", models);
+  return WithField(YAML::Clone(config.root), "models", models);
 }
 
 }  // namespace

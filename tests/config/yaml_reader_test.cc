@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -23,6 +24,7 @@ using ::testing::Eq;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
+using ::testing::Pair;
 using ::testing::StartsWith;
 using testutil::IsOk;
 using testutil::StatusIs;
@@ -426,6 +428,97 @@ TEST(YamlMappingTest, ReadsListsOfStrings) {
     EXPECT_EQ(ReadValue(c.text, &value), c.error);
     EXPECT_EQ(value, c.value);
   }
+}
+
+enum class Color { kRed, kGreen };
+
+TEST(YamlMappingTest, ReadsWordsThatStandForValues) {
+  struct Case {
+    const char* text;
+    Color value;
+    const char* error = "";
+  };
+  const std::vector<Case> cases = {
+      {"red", Color::kRed},
+      {"\"green\"", Color::kGreen},
+      {"null", Color::kGreen},
+      {"reed", Color::kGreen,
+       "f.yaml:2:6: key must be red or green, got reed (did you mean red?)"},
+      {"blue", Color::kGreen, "f.yaml:2:6: key must be red or green, got blue"},
+      {"1", Color::kGreen, "f.yaml:2:6: key must be red or green, got 1"},
+      {"[red]", Color::kGreen,
+       "f.yaml:2:6: key must be red or green, got a list"},
+  };
+  const YamlWords<Color> words = {{"red", Color::kRed},
+                                  {"green", Color::kGreen}};
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.text);
+    Color value = Color::kGreen;
+    EXPECT_EQ(ReadValue(c.text, &value, words), c.error);
+    EXPECT_EQ(value, c.value);
+  }
+}
+
+TEST(YamlMappingTest, ReadsNumbersByTextInOrder) {
+  using Pairs = std::vector<std::pair<std::string, int64_t>>;
+  struct Case {
+    const char* text;
+    Pairs value;
+    const char* error = "";
+  };
+  const Pairs before = {{"before", 7}};
+  const std::vector<Case> cases = {
+      {"{z: 1, a: \"2\", '7': 3}", {{"z", 1}, {"a", 2}, {"7", 3}}},
+      {"\n  a.b*[c]: 1\n", {{"a.b*[c]", 1}}},
+      {"{}", {}},
+      {"null", before},
+      {"[z]", before, "f.yaml:2:6: key must be a mapping, got a list"},
+      {"z", before, "f.yaml:2:6: key must be a mapping, got z"},
+      {"{z: 1, a: x, b: ~, \"\": 1}", before,
+       "f.yaml:2:16: key.a must be an integer, got x\n"
+       "f.yaml:2:19: key.b must be an integer, got null\n"
+       "f.yaml:2:25: a key of key must be text that is not empty, got \"\""},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.text);
+    Pairs value = before;
+    EXPECT_EQ(ReadValue(c.text, &value), c.error);
+    EXPECT_EQ(value, c.value);
+  }
+  std::vector<std::pair<std::string, double>> numbers;
+  EXPECT_EQ(ReadValue("{a: 0.5, b: 1e3}", &numbers), "");
+  EXPECT_THAT(numbers, ElementsAre(Pair("a", 0.5), Pair("b", 1000)));
+}
+
+TEST(YamlErrorsTest, NamesTheSourceOfAPosition) {
+  YamlErrors errors("f.yaml");
+  errors.AddSource(10, "first source");
+  errors.AddSource(12, "second source");
+  YAML::Mark mark;
+  const auto at = [&](int line) {
+    mark.line = line;
+    return errors.Locate(mark, "wrong");
+  };
+  EXPECT_EQ(at(9), "f.yaml:10:1: wrong");
+  EXPECT_EQ(at(10), "first source: wrong");
+  EXPECT_EQ(at(11), "first source: wrong");
+  EXPECT_EQ(at(12), "second source: wrong");
+  EXPECT_EQ(errors.Locate(YAML::Mark::null_mark(), "wrong"), "f.yaml: wrong");
+  EXPECT_EQ(YamlErrors("").Locate(YAML::Mark(), "wrong"), "wrong");
+}
+
+TEST(ParseYamlAtTest, StartsAtALineAndMayBeEmpty) {
+  LORA_ASSERT_OK_AND_ASSIGN(const YAML::Node node, ParseYamlAt(41, "[a,\n b]"));
+  EXPECT_EQ(node[0].Mark().line, 41);
+  EXPECT_EQ(node[1].Mark().line, 42);
+  for (const char* text : {"", " ", "null", "~", "# comment"}) {
+    SCOPED_TRACE(text);
+    LORA_ASSERT_OK_AND_ASSIGN(const YAML::Node null, ParseYamlAt(3, text));
+    EXPECT_TRUE(null.IsNull());
+  }
+  EXPECT_THAT(ParseYamlAt(3, "{a: 1, a: 2}"),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       "the key \"a\" is given twice"));
 }
 
 TEST(YamlMappingTest, MissingAndNullLeaveTheDefault) {
