@@ -483,7 +483,7 @@ TEST(EnableLoraTrainingTest, ErrorsLeaveTheModelAsItWas) {
   add("no rank", "rank must be")->rank = std::nullopt;
   add("rank 0", "rank must be")->rank = 0;
   add("alpha nan", "alpha must be")->alpha = std::nan("");
-  add("empty target", "target_modules must be")->target_modules = {""};
+  add("empty target", "target_modules[0] must be")->target_modules = {""};
   add("no such layer", "targets [to_z, to_y]")->target_modules = {"to_z",
                                                                   "to_y"};
   // Never zero trainables in silence.

@@ -1,11 +1,7 @@
 """How many times faster the C++ component reads a trainer's YAML file than Python does.
 
-Both read the file of BM_TypicalFile: here PyYAML's safe_load and a dataclass for each `lora` block, as in the contract. The
-argument is the benchmark's output as JSON. Prints times and asserts none: they depend on the machine. PyYAML comes with
-transformers. Started by run.sh; alone:
-
-  bazel run -c opt //tests/config:lora_config_benchmark -- --benchmark_filter=TypicalFile/ --benchmark_format=json >speed.json
-  python3 tests/parity/config_speed.py speed.json
+Both read the file of BM_TypicalFile: here PyYAML's safe_load and a dataclass for each `lora` block, as in the contract.
+Started by speed.sh. The argument is the benchmark's output as JSON.
 """
 
 import dataclasses
@@ -55,7 +51,7 @@ def seconds(text: str) -> float:
 
 def main() -> None:
     runs = json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"))["benchmarks"]
-    run = next(run for run in runs if run["name"].startswith("BM_TypicalFile/"))
+    run = next(run for run in runs if run.get("aggregate_name") == "median")
     ours = run["real_time"] * {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1}[run["time_unit"]]
     python = seconds(FILE.read_text(encoding="utf-8"))
     print(

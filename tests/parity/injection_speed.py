@@ -56,7 +56,7 @@ def main() -> None:
             result["real_time"] * 1e-3
             for result in results
             if result["name"].startswith(f"BM_EnableLoraTraining/blocks:{blocks}/")
-            and result.get("aggregate_name", "median") == "median"
+            and result.get("aggregate_name") == "median"
         )
         peft_seconds = statistics.median(seconds_of_injection(blocks) for _ in range(3))
         print(

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Times this component against the Python libraries on this machine, one line a comparison. Nothing is asserted: machines are
+# noisy, and the ratios are what counts.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source tests/parity/environment.sh
+
+readonly work="$(mktemp -d)"
+trap 'rm -rf "${work}"' EXIT
+
+# compare <benchmark> <filter> <script>: has the script compare Python with the benchmark's results.
+compare() {
+  bazel-bin/tests/"$1" --benchmark_filter="$2" --benchmark_repetitions=5 --benchmark_format=json \
+    >"${work}/result.json" 2>/dev/null
+  "${python}" "tests/parity/$3" "${work}/result.json"
+}
+
+bazel build --compilation_mode=opt //tests/config:lora_config_benchmark //tests/lora:layer_replacement_benchmark
+compare config/lora_config_benchmark BM_TypicalFile/ config_speed.py
+compare lora/layer_replacement_benchmark BM_EnableLoraTraining injection_speed.py
