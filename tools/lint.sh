@@ -35,6 +35,7 @@ bazel query --noshow_progress //... >/dev/null 2>&1 || { echo "lint: bazel query
 forbid '//config/...' '//distributed/... + //lora/... + //third_party/... + //examples/... + //tests/...'
 forbid '//distributed/...' '//lora/... + //examples/... + //tests/...'
 forbid '//lora/...' '//examples/... + //tests/...'
-torch_free='//distributed/checkpoint:safetensors_file + //distributed/checkpoint:key_aliases + //lora:target_matcher'
+torch_free='//distributed:gradient_bucket + //distributed:placement + //distributed/checkpoint:safetensors_file'
+torch_free+=' + //distributed/checkpoint:key_aliases + //lora:target_matcher'
 forbid "${torch_free}" '//third_party:libtorch'
 echo "lint: clean"
