@@ -7,6 +7,7 @@
 #include "ATen/ops/full.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "config/internal/status_macros.h"
 #include "distributed/device_mesh.h"
 #include "distributed/internal/run_collective.h"
@@ -19,7 +20,7 @@ namespace {
 absl::StatusOr<double> AllReduceNumber(const DeviceMesh& mesh, double value,
                                        c10d::ReduceOp::RedOpType op,
                                        const std::string& what) {
-  c10d::ProcessGroup& group = *mesh.group(0);
+  c10d::ProcessGroup& group = *mesh.group();
   std::vector<at::Tensor> tensors = {
       at::full({1}, value,
                at::TensorOptions()
@@ -28,7 +29,8 @@ absl::StatusOr<double> AllReduceNumber(const DeviceMesh& mesh, double value,
   c10d::AllreduceOptions options;
   options.reduceOp = op;
   LORA_RETURN_IF_ERROR(internal::RunCollective(
-      mesh, what, [&] { return group.allreduce(tensors, options); }));
+      group, absl::StrCat(mesh.RankString(), ": ", what),
+      [&] { return group.allreduce(tensors, options); }));
   return tensors[0].item<double>();
 }
 

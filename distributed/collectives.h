@@ -17,9 +17,9 @@ enum class ReduceOp { kSum, kMax };
 
 // The sum or the largest of every rank's `value`, the same bits on every rank.
 // Integers are exact up to 2^53. With NaN among the values the sum is NaN; the
-// largest is then unspecified. Every rank of a mesh of one dimension calls it
-// with the same `op`. kDeadlineExceeded or kUnavailable, with the mesh and the
-// rank, if a peer does not answer in the group's timeout or is lost.
+// largest is then unspecified. Every rank of the mesh calls it with the same
+// `op`. kDeadlineExceeded or kUnavailable, with the mesh and the rank, if a
+// peer does not answer in the group's timeout or is lost.
 absl::StatusOr<double> AllReduce(const DeviceMesh& mesh, double value,
                                  ReduceOp op);
 

@@ -23,6 +23,7 @@
 #include "distributed/internal/rank_agreement.h"
 #include "distributed/internal/run_collective.h"
 #include "distributed/parameter_layout.h"
+#include "distributed/placement.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Types.hpp"
 
@@ -40,6 +41,7 @@ struct Bucket {
   std::vector<at::Tensor> slices;
 };
 
+// Replicated over some dimension; CheckCanBeSent() wants it over all.
 bool IsReplicated(const ParameterLayout& layout) {
   return layout.mesh != nullptr &&
          std::any_of(layout.placements.begin(), layout.placements.end(),
@@ -94,10 +96,27 @@ absl::Status CheckCanBeSent(const DeviceMesh& mesh,
         parameter.name, " lies on another mesh, ",
         parameter.layout.mesh->ToString(), "; pass the mesh of its layout"));
   }
+  for (const Placement& placement : parameter.layout.placements) {
+    if (placement.is_replicate()) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(parameter.name, " must be replicated over all of ",
+                     mesh.ToString(), ", is ", parameter.layout.ToString()));
+  }
   if (tensor.is_meta() || tensor.layout() != at::kStrided) {
     return absl::InvalidArgumentError(
         absl::StrCat(parameter.name, " must be a dense tensor with values; ",
                      "load or materialize it first"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckIsAveraged(const DistributedParameter& parameter) {
+  for (const Placement& placement : parameter.layout.placements) {
+    if (placement.gradient_reduction() == GradientReduction::kAverage) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("the gradient of ", parameter.name,
+                     " must be averaged over every dimension of its mesh, is ",
+                     parameter.layout.ToString()));
   }
   return absl::OkStatus();
 }
@@ -125,7 +144,8 @@ absl::Status AgreeOn(const DeviceMesh& mesh, std::string operation,
   }
   if (!local_check.ok()) lines.push_back(std::string(local_check.message()));
   LORA_RETURN_IF_ERROR(internal::CheckRanksAgree(
-      mesh, NameCollective("comparison", parameters), lines));
+      *mesh.group(), mesh.ToString(), NameCollective("comparison", parameters),
+      lines));
   return local_check;
 }
 
@@ -189,23 +209,27 @@ void UnpackGradients(const Bucket& bucket) {
 // Sum and division, not c10d's AVG: two ranks then give the bits of one that
 // accumulated both gradients and divided.
 absl::Status AverageBucket(const DeviceMesh& mesh, const Bucket& bucket) {
-  c10d::ProcessGroup& group = *mesh.group(0);
+  c10d::ProcessGroup& group = *mesh.group();
   std::vector<at::Tensor> tensors = {bucket.flat};
   LORA_RETURN_IF_ERROR(internal::RunCollective(
-      mesh, NameCollective("gradient all-reduce", bucket.parameters),
+      group,
+      absl::StrCat(mesh.RankString(), ": ",
+                   NameCollective("gradient all-reduce", bucket.parameters)),
       [&] { return group.allreduce(tensors); }));
-  tensors[0].div_(mesh.size(0));
+  tensors[0].div_(mesh.size());
   return absl::OkStatus();
 }
 
 absl::Status BroadcastBucket(const DeviceMesh& mesh, const Bucket& bucket,
                              int root) {
-  c10d::ProcessGroup& group = *mesh.group(0);
+  c10d::ProcessGroup& group = *mesh.group();
   std::vector<at::Tensor> tensors = {bucket.flat};
   c10d::BroadcastOptions options;
   options.rootRank = root;
   return internal::RunCollective(
-      mesh, NameCollective("broadcast", bucket.parameters),
+      group,
+      absl::StrCat(mesh.RankString(), ": ",
+                   NameCollective("broadcast", bucket.parameters)),
       [&] { return group.broadcast(tensors, options); });
 }
 
@@ -220,6 +244,7 @@ absl::StatusOr<int64_t> AverageReplicatedGradients(
   absl::Status local_check;
   for (const DistributedParameter* parameter : synchronized) {
     local_check.Update(CheckCanBeSent(mesh, *parameter));
+    local_check.Update(CheckIsAveraged(*parameter));
     local_check.Update(CheckGradient(*parameter));
   }
   LORA_RETURN_IF_ERROR(

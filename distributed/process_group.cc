@@ -9,9 +9,11 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "c10/core/Device.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/internal/status_macros.h"
 #include "config/launch_environment.h"
+#include "distributed/internal/gloo_group.h"
 #include "distributed/internal/run_collective.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
@@ -122,24 +124,9 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateGlooProcessGroup(
   }
   LORA_ASSIGN_OR_RETURN(c10::intrusive_ptr<Gloo::Options> gloo_options,
                         MakeGlooOptions(options));
-  try {
-    store->setTimeout(options.timeout);
-    constexpr auto kGloo = c10d::ProcessGroup::BackendType::GLOO;
-    auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-    group->setDefaultBackend(kGloo);
-    group->setBackend(
-        at::kCPU, kGloo,
-        c10::make_intrusive<Gloo>(store, rank, size, std::move(gloo_options)));
-    // Gloo is content with its own connections: without this a rank that
-    // leaves early would break the others while they still connect.
-    internal::StartCollective(*group, [&] { return group->barrier(); })->wait();
-    return group;
-  } catch (const std::exception& exception) {
-    return internal::StatusFromException(
-        exception,
-        absl::StrCat("rank ", rank, " could not connect to the other ",
-                     size - 1, " ranks"));
-  }
+  store->setTimeout(options.timeout);
+  return internal::ConnectGlooGroup(store, rank, size, std::move(gloo_options),
+                                    {at::Device(at::kCPU)});
 }
 
 }  // namespace trainer_lora::distributed

@@ -17,7 +17,6 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "config/internal/status_macros.h"
-#include "distributed/device_mesh.h"
 #include "distributed/internal/run_collective.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 
@@ -40,15 +39,15 @@ uint64_t Fnv1a64(absl::string_view bytes) {
 
 // The rows that the ranks contribute, as a CPU tensor [size, row.numel()]. The
 // row must have one shape on all ranks.
-absl::StatusOr<at::Tensor> AllGatherRows(const DeviceMesh& mesh,
+absl::StatusOr<at::Tensor> AllGatherRows(c10d::ProcessGroup& group,
                                          const at::Tensor& row,
                                          const std::string& what) {
-  c10d::ProcessGroup& group = *mesh.group(0);
+  const int64_t size = group.getSize();
   at::Tensor input = row.to(MetadataDevice(group));
-  at::Tensor output = at::empty({mesh.size(0) * row.numel()}, input.options());
+  at::Tensor output = at::empty({size * row.numel()}, input.options());
   LORA_RETURN_IF_ERROR(RunCollective(
-      mesh, what, [&] { return group._allgather_base(output, input); }));
-  return output.to(at::kCPU).view({mesh.size(0), row.numel()});
+      group, what, [&] { return group._allgather_base(output, input); }));
+  return output.to(at::kCPU).view({size, row.numel()});
 }
 
 std::string RankNames(const std::vector<int64_t>& ranks) {
@@ -113,15 +112,19 @@ std::string DescribeDifference(
 
 }  // namespace
 
-absl::Status CheckRanksAgree(const DeviceMesh& mesh, const std::string& what,
+absl::Status CheckRanksAgree(c10d::ProcessGroup& group,
+                             const std::string& group_name,
+                             const std::string& what,
                              const std::vector<std::string>& lines) {
+  const std::string context =
+      absl::StrCat(group_name, ", rank ", group.getRank(), ": ", what);
   const std::string text = absl::StrJoin(lines, "\n");
 
   at::Tensor digest = at::empty({2}, at::kLong);
   digest[0] = static_cast<int64_t>(Fnv1a64(text));
   digest[1] = static_cast<int64_t>(text.size());
   LORA_ASSIGN_OR_RETURN(const at::Tensor digests,
-                        AllGatherRows(mesh, digest, what));
+                        AllGatherRows(group, digest, context));
   if (digests.eq(digests[0]).all().item<bool>()) return absl::OkStatus();
 
   // The texts, padded to one length, as Gloo gathers equal sizes alone.
@@ -130,17 +133,17 @@ absl::Status CheckRanksAgree(const DeviceMesh& mesh, const std::string& what,
       {std::max<int64_t>(lengths.max().item<int64_t>(), 1)}, at::kByte);
   std::memcpy(padded.data_ptr(), text.data(), text.size());
   LORA_ASSIGN_OR_RETURN(const at::Tensor texts,
-                        AllGatherRows(mesh, padded, what));
+                        AllGatherRows(group, padded, context));
 
   std::vector<std::vector<std::string>> lines_of_rank;
-  for (int64_t rank = 0; rank < mesh.size(0); ++rank) {
+  for (int64_t rank = 0; rank < group.getSize(); ++rank) {
     const absl::string_view rank_text(
         reinterpret_cast<const char*>(texts[rank].data_ptr()),
         lengths[rank].item<int64_t>());
     lines_of_rank.push_back(absl::StrSplit(rank_text, '\n'));
   }
   return absl::FailedPreconditionError(absl::StrCat(
-      mesh.ToString(), ": the ranks must pass the same ",
+      group_name, ": the ranks must make the same call, with the same ",
       "parameters in the same order; ", DescribeDifference(lines_of_rank)));
 }
 

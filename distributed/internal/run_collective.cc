@@ -14,7 +14,6 @@
 #include "c10/core/Device.h"
 #include "c10/util/Exception.h"
 #include "c10/util/intrusive_ptr.h"
-#include "distributed/device_mesh.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Work.hpp"
 
@@ -34,12 +33,11 @@ c10::intrusive_ptr<c10d::Work> StartCollective(
 }
 
 absl::Status RunCollective(
-    const DeviceMesh& mesh, const std::string& what,
+    const c10d::ProcessGroup& group, const std::string& what,
     const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
-  const std::string context = absl::StrCat(mesh.ToString(), ", rank ",
-                                           mesh.rank(), ": ", what, " failed");
+  const std::string context = absl::StrCat(what, " failed");
   try {
-    StartCollective(*mesh.group(0), start)->wait();
+    StartCollective(group, start)->wait();
     return absl::OkStatus();
   } catch (const c10::DistError& exception) {
     return StatusFromException(exception, context);

@@ -9,7 +9,6 @@
 #include "absl/status/status.h"
 #include "c10/core/Device.h"
 #include "c10/util/intrusive_ptr.h"
-#include "distributed/device_mesh.h"
 
 namespace c10d {
 class ProcessGroup;
@@ -28,13 +27,13 @@ c10::intrusive_ptr<c10d::Work> StartCollective(
     const c10d::ProcessGroup& group,
     const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
 
-// Starts a collective of the mesh and waits for it. `what` says in an error
-// what was to be done, such as "all-reduce of 2 gradients". kFailedPrecondition
-// for what the group can't do at all, else as StatusFromException; an error
-// names the mesh and this process's rank, and after it the group is broken on
-// this rank.
+// Starts a collective of `group` and waits for it. `what` says in an error who
+// wanted what, such as "DeviceMesh(replicate=2), rank 1: all-reduce of 2
+// gradients". kFailedPrecondition for what the group can't do at all (or no
+// longer, as its resources were released), else as StatusFromException; after
+// an error the group is broken on this rank.
 absl::Status RunCollective(
-    const DeviceMesh& mesh, const std::string& what,
+    const c10d::ProcessGroup& group, const std::string& what,
     const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
 
 // What the exception says, without a backtrace.

@@ -47,6 +47,16 @@ TEST(AllReduceTest, TheLargestOfNegativeNumbersIsNegative) {
   });
 }
 
+TEST(AllReduceTest, IsOverAllDimensionsOfAMesh) {
+  RunRanks(4, [](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(auto mesh,
+                              DeviceMesh::Create(group, {{"a", 2}, {"b", 2}}));
+    LORA_ASSERT_OK_AND_ASSIGN(double sum,
+                              AllReduce(*mesh, rank, ReduceOp::kSum));
+    EXPECT_EQ(sum, 6);
+  });
+}
+
 TEST(BarrierTest, NobodyPassesBeforeEverybodyCame) {
   constexpr int kRanks = 3;
   std::atomic<int> arrived = 0;

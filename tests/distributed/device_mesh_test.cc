@@ -1,10 +1,18 @@
 #include "distributed/device_mesh.h"
 
+#include <cmath>
+#include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "c10/util/intrusive_ptr.h"
+#include "distributed/collectives.h"
 #include "distributed/parameter_layout.h"
+#include "distributed/placement.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testutil/status_matchers.h"
@@ -14,58 +22,334 @@
 namespace trainer_lora::distributed {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using ::trainer_lora::testutil::RunRanks;
 using ::trainer_lora::testutil::StatusIs;
 
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using MeshPtr = std::shared_ptr<const DeviceMesh>;
+
+// The ranks of `group` as the bits of a number, which its members add up. -1
+// after an error.
+int64_t Members(const MeshPtr& mesh, const GroupPtr& group) {
+  absl::StatusOr<MeshPtr> line = DeviceMesh::Create(group);
+  if (!line.ok()) return -1;
+  const absl::StatusOr<double> sum =
+      AllReduce(**line, std::ldexp(1.0, mesh->rank()), ReduceOp::kSum);
+  EXPECT_TRUE(sum.ok()) << sum.status();
+  return sum.ok() ? static_cast<int64_t>(*sum) : -1;
+}
+
 TEST(DeviceMeshTest, IsOneDimensionOverAGroup) {
-  RunRanks(3, [](int rank, c10::intrusive_ptr<c10d::ProcessGroup> group) {
-    LORA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<const DeviceMesh> mesh,
-                              DeviceMesh::Create(group));
+  RunRanks(3, [](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(MeshPtr mesh, DeviceMesh::Create(group));
     EXPECT_EQ(mesh->ndim(), 1);
     EXPECT_THAT(mesh->dim_names(), ElementsAre("replicate"));
     EXPECT_EQ(mesh->size(), 3);
     EXPECT_EQ(mesh->size(0), 3);
     EXPECT_EQ(mesh->rank(), rank);
+    EXPECT_EQ(mesh->coordinate(0), rank);
+    EXPECT_EQ(mesh->group(), group);
     EXPECT_EQ(mesh->group(0), group);
     EXPECT_EQ(mesh->ToString(), "DeviceMesh(replicate=3)");
+    EXPECT_EQ(mesh->RankString(),
+              "DeviceMesh(replicate=3), rank " + std::to_string(rank));
   });
 }
 
 TEST(DeviceMeshTest, TakesTheNameOfItsDimension) {
-  RunRanks(1, [](int, c10::intrusive_ptr<c10d::ProcessGroup> group) {
-    LORA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<const DeviceMesh> mesh,
-                              DeviceMesh::Create(group, "data"));
+  RunRanks(1, [](int, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(MeshPtr mesh, DeviceMesh::Create(group, "data"));
     EXPECT_EQ(mesh->ToString(), "DeviceMesh(data=1)");
   });
 }
 
 TEST(DeviceMeshTest, RefusesANullGroupAndANamelessDimension) {
-  EXPECT_THAT(
-      DeviceMesh::Create(nullptr),
-      StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("process group")));
-  RunRanks(1, [](int, c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  for (const absl::Status& status :
+       {DeviceMesh::Create(nullptr).status(),
+        DeviceMesh::Create(nullptr, {{"a", 1}, {"b", 1}}).status()}) {
+    EXPECT_THAT(status, StatusIs(absl::StatusCode::kInvalidArgument,
+                                 HasSubstr("process group")));
+  }
+  RunRanks(1, [](int, GroupPtr group) {
     EXPECT_THAT(
         DeviceMesh::Create(group, ""),
         StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("name")));
   });
 }
 
-TEST(ParameterLayoutTest, ReplicatesOverEveryDimensionOfTheMesh) {
-  RunRanks(1, [](int, c10::intrusive_ptr<c10d::ProcessGroup> group) {
-    LORA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<const DeviceMesh> mesh,
-                              DeviceMesh::Create(group));
-    const ParameterLayout layout = ParameterLayout::Replicated(mesh);
-    EXPECT_EQ(layout.mesh, mesh);
-    ASSERT_EQ(layout.placements.size(), 1);
-    EXPECT_TRUE(layout.placements[0].is_replicate());
+// Row-major: the coordinates are the digits of the rank, the last one lowest.
+TEST(DeviceMeshGridTest, GroupsAreTheRanksThatDifferInOneCoordinate) {
+  const std::vector<std::vector<int64_t>> grids = {
+      {2, 2}, {2, 4}, {1, 4}, {4, 1}, {8}, {1}, {1, 1}, {2, 1, 3}, {2, 2, 2}};
+  for (const std::vector<int64_t>& sizes : grids) {
+    std::vector<MeshDim> dims;
+    int64_t world_size = 1;
+    for (int dim = 0; dim < sizes.size(); ++dim) {
+      dims.push_back({"d" + std::to_string(dim), sizes[dim]});
+      world_size *= sizes[dim];
+    }
+    SCOPED_TRACE(::testing::PrintToString(sizes));
+    RunRanks(world_size, [&](int rank, GroupPtr group) {
+      SCOPED_TRACE(::testing::PrintToString(sizes));
+      LORA_ASSERT_OK_AND_ASSIGN(MeshPtr mesh, DeviceMesh::Create(group, dims));
+      ASSERT_EQ(mesh->ndim(), sizes.size());
+      EXPECT_EQ(mesh->size(), world_size);
+      EXPECT_EQ(mesh->rank(), rank);
+      EXPECT_EQ(mesh->group(), group);
+
+      int64_t stride = world_size;
+      for (int64_t dim = 0; dim < sizes.size(); ++dim) {
+        SCOPED_TRACE(dim);
+        stride /= sizes[dim];
+        const int64_t coordinate = rank / stride % sizes[dim];
+        EXPECT_EQ(mesh->size(dim), sizes[dim]);
+        EXPECT_EQ(mesh->coordinate(dim), coordinate);
+
+        int64_t members = 0;
+        for (int64_t other = 0; other < sizes[dim]; ++other) {
+          members += int64_t{1} << (rank + (other - coordinate) * stride);
+        }
+        ASSERT_NE(mesh->group(dim), nullptr);
+        EXPECT_EQ(mesh->group(dim)->getSize(), sizes[dim]);
+        EXPECT_EQ(mesh->group(dim)->getRank(), coordinate);
+        EXPECT_EQ(Members(mesh, mesh->group(dim)), members);
+      }
+    });
+  }
+}
+
+TEST(DeviceMeshGridTest, NamesItsDimensionsAndThisRanksPlace) {
+  RunRanks(6, [](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        MeshPtr mesh,
+        DeviceMesh::Create(group, {{"replicate", 2}, {"shard", 3}}));
+    EXPECT_EQ(mesh->ToString(), "DeviceMesh(replicate=2, shard=3)");
+    if (rank == 5) {
+      EXPECT_EQ(mesh->RankString(),
+                "DeviceMesh(replicate=2, shard=3), rank 5 at (1, 2)");
+    }
+    LORA_ASSERT_OK_AND_ASSIGN(int64_t dim, mesh->DimByName("shard"));
+    EXPECT_EQ(dim, 1);
+    EXPECT_THAT(
+        mesh->DimByName("tensor"),
+        StatusIs(absl::StatusCode::kNotFound,
+                 HasSubstr("DeviceMesh(replicate=2, shard=3) has no dimension "
+                           "\"tensor\"")));
   });
 }
 
-TEST(PlacementTest, ShardKnowsItsTensorDimension) {
-  EXPECT_FALSE(Placement::Shard(0).is_replicate());
-  EXPECT_EQ(Placement::Shard(1).shard_dim(), 1);
+TEST(DeviceMeshGridTest, FlattenedDimensionsHaveOneGroup) {
+  RunRanks(8, [](int, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        MeshPtr mesh, DeviceMesh::Create(group, {{"a", 2}, {"b", 2}, {"c", 2}},
+                                         /*flattened=*/{{"c", "a"}}));
+    LORA_ASSERT_OK_AND_ASSIGN(GroupPtr a_and_c, mesh->GroupOver({0, 2}));
+    EXPECT_EQ(a_and_c->getSize(), 4);
+    EXPECT_EQ(a_and_c->getRank(),
+              2 * mesh->coordinate(0) + mesh->coordinate(2));
+    // The ranks 0, 1, 4, 5, or 2 more where b is 1.
+    EXPECT_EQ(Members(mesh, a_and_c), 0b110011 << 2 * mesh->coordinate(1));
+
+    LORA_ASSERT_OK_AND_ASSIGN(GroupPtr c_and_a, mesh->GroupOver({2, 0}));
+    EXPECT_EQ(c_and_a, a_and_c);
+    LORA_ASSERT_OK_AND_ASSIGN(GroupPtr all, mesh->GroupOver({0, 1, 2}));
+    EXPECT_EQ(all, group);
+    LORA_ASSERT_OK_AND_ASSIGN(GroupPtr b, mesh->GroupOver({1}));
+    EXPECT_EQ(b, mesh->group(1));
+
+    EXPECT_THAT(mesh->GroupOver({0, 1}),
+                StatusIs(absl::StatusCode::kFailedPrecondition,
+                         HasSubstr("no group over {a, b}: list these among "
+                                   "`flattened` in DeviceMesh::Create")));
+    for (const std::vector<int64_t>& bad :
+         std::vector<std::vector<int64_t>>{{}, {0, 0}, {-1}, {3}}) {
+      EXPECT_THAT(mesh->GroupOver(bad),
+                  StatusIs(absl::StatusCode::kInvalidArgument,
+                           HasSubstr("distinct dimensions in [0, 3)")));
+    }
+  });
+}
+
+// A group costs connections and threads.
+TEST(DeviceMeshGridTest, HasOneGroupForTheSameRanks) {
+  RunRanks(4, [](int, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        MeshPtr mesh,
+        DeviceMesh::Create(group, {{"a", 1}, {"b", 4}, {"c", 1}}));
+    EXPECT_EQ(mesh->group(1), group);
+    EXPECT_EQ(mesh->group(0), mesh->group(2));
+    LORA_ASSERT_OK_AND_ASSIGN(GroupPtr a_and_b, mesh->GroupOver({0, 1}));
+    EXPECT_EQ(a_and_b, group);
+    LORA_ASSERT_OK_AND_ASSIGN(GroupPtr a_and_c, mesh->GroupOver({0, 2}));
+    EXPECT_EQ(a_and_c, mesh->group(0));
+  });
+}
+
+TEST(DeviceMeshGridTest, SeveralMeshesShareAGroup) {
+  RunRanks(4, [](int rank, GroupPtr group) {
+    const std::vector<MeshDim> dims = {{"a", 2}, {"b", 2}};
+    LORA_ASSERT_OK_AND_ASSIGN(MeshPtr first, DeviceMesh::Create(group, dims));
+    LORA_ASSERT_OK_AND_ASSIGN(MeshPtr second, DeviceMesh::Create(group, dims));
+    EXPECT_NE(first->group(1), second->group(1));
+    // A mesh of a part of the ranks, in the store of that part.
+    LORA_ASSERT_OK_AND_ASSIGN(
+        MeshPtr part,
+        DeviceMesh::Create(first->group(1), {{"x", 2}, {"y", 1}}));
+    EXPECT_EQ(part->rank(), rank % 2);
+    EXPECT_EQ(Members(first, part->group(0)), 0b11 << rank / 2 * 2);
+    EXPECT_EQ(Members(first, second->group(0)), 0b101 << rank % 2);
+    EXPECT_EQ(Members(first, part->group(1)), 1 << rank);
+  });
+}
+
+// The groups hold on to what they need of the one they are from.
+TEST(DeviceMeshGridTest, OutlivesTheCallersHandles) {
+  RunRanks(4, [](int rank, GroupPtr group) {
+    absl::StatusOr<MeshPtr> mesh =
+        DeviceMesh::Create(std::move(group), {{"a", 2}, {"b", 2}});
+    ASSERT_TRUE(mesh.ok()) << mesh.status();
+    const GroupPtr b = (*mesh)->group(1);
+    LORA_ASSERT_OK_AND_ASSIGN(MeshPtr line, DeviceMesh::Create(b));
+    ASSERT_TRUE(Barrier(**mesh).ok());
+    mesh = absl::CancelledError();
+    LORA_ASSERT_OK_AND_ASSIGN(double sum,
+                              AllReduce(*line, rank, ReduceOp::kSum));
+    EXPECT_EQ(sum, rank < 2 ? 1 : 5);
+  });
+}
+
+struct BadGrid {
+  std::string name;
+  std::vector<MeshDim> dims;
+  std::vector<std::vector<std::string>> flattened;
+  std::string in_message;
+};
+
+class BadGridTest : public ::testing::TestWithParam<BadGrid> {};
+
+TEST_P(BadGridTest, IsAnErrorAndTheGroupStillWorks) {
+  RunRanks(4, [](int, GroupPtr group) {
+    EXPECT_THAT(
+        DeviceMesh::Create(group, GetParam().dims, GetParam().flattened),
+        StatusIs(absl::StatusCode::kInvalidArgument,
+                 HasSubstr(GetParam().in_message)));
+    LORA_ASSERT_OK_AND_ASSIGN(MeshPtr mesh,
+                              DeviceMesh::Create(group, {{"a", 2}, {"b", 2}}));
+    EXPECT_TRUE(Barrier(*mesh).ok());
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Grids, BadGridTest,
+    ::testing::Values(
+        BadGrid{"TooFewRanks",
+                {{"a", 2}, {"b", 3}},
+                {},
+                "DeviceMesh(a=2, b=3): the sizes must multiply to the 4 ranks"},
+        BadGrid{"TooManyRanks", {{"a", 3}}, {}, "multiply to the 4 ranks"},
+        BadGrid{"NoDimension", {}, {}, "DeviceMesh(): the sizes must multiply"},
+        BadGrid{"OverflowsToTheRanks",
+                {{"a", int64_t{1} << 62}, {"b", 4}, {"c", 4}, {"d", 4}},
+                {},
+                "multiply to the 4 ranks"},
+        BadGrid{"NoRank", {{"a", 4}, {"b", 0}}, {}, "size of b must be at"},
+        BadGrid{"TwoNegativeSizes", {{"a", -2}, {"b", -2}}, {}, "size of a"},
+        BadGrid{"NoName", {{"a", 4}, {"", 1}}, {}, "got \"\""},
+        BadGrid{"NameOfTwoLines", {{"a\nb", 4}}, {}, "letters, digits"},
+        BadGrid{"SameName", {{"a", 2}, {"a", 2}}, {}, "two dimensions a"},
+        BadGrid{"FlattensAnUnknownName",
+                {{"a", 2}, {"b", 2}},
+                {{"a", "b"}, {"a", "c"}},
+                "flattened {a, c}: DeviceMesh(a=2, b=2) has no dimension c"},
+        BadGrid{"FlattensANameTwice",
+                {{"a", 2}, {"b", 2}},
+                {{"a", "a"}},
+                "flattened {a, a}: DeviceMesh(a=2, b=2) can have it once: a"},
+        BadGrid{"FlattensNothing", {{"a", 4}}, {{}}, "at least one dimension"}),
+    [](const ::testing::TestParamInfo<BadGrid>& info) {
+      return info.param.name;
+    });
+
+TEST(DeviceMeshGridTest, RanksThatDifferAllSayHow) {
+  RunRanks(4, [](int rank, GroupPtr group) {
+    std::vector<MeshDim> dims = {{"a", 2}, {"b", 2}};
+    if (rank == 3) dims = {{"a", 4}, {"b", 1}};
+    EXPECT_THAT(
+        DeviceMesh::Create(group, dims),
+        StatusIs(absl::StatusCode::kFailedPrecondition,
+                 HasSubstr("only on ranks 0, 1, 2: DeviceMesh(a=2, b=2); only "
+                           "on rank 3: DeviceMesh(a=4, b=1)")));
+    if (rank == 3) dims = {{"a", 3}, {"b", 1}};
+    EXPECT_THAT(DeviceMesh::Create(group, dims),
+                StatusIs(absl::StatusCode::kFailedPrecondition,
+                         HasSubstr("only on rank 3: DeviceMesh(a=3, b=1), "
+                                   "DeviceMesh(a=3, b=1): the sizes must "
+                                   "multiply to the 4 ranks")));
+  });
+}
+
+TEST(DeviceMeshGridTest, AGroupWithoutItsResourcesIsAnError) {
+  RunRanks(2, [](int, GroupPtr group) {
+    const std::vector<MeshDim> dims = {{"a", 2}, {"b", 1}};
+    LORA_ASSERT_OK_AND_ASSIGN(MeshPtr mesh, DeviceMesh::Create(group, dims));
+    group->release_resources();
+    EXPECT_THAT(Barrier(*mesh),
+                StatusIs(absl::StatusCode::kFailedPrecondition,
+                         HasSubstr("DeviceMesh(a=2, b=1), rank ")));
+    EXPECT_THAT(DeviceMesh::Create(group, dims),
+                StatusIs(absl::StatusCode::kFailedPrecondition,
+                         HasSubstr("a new DeviceMesh")));
+    EXPECT_EQ(mesh->size(0), 2);
+  });
+}
+
+TEST(DeviceMeshGridTest, APeerThatLeftIsAnError) {
+  RunRanks(4, [](int rank, GroupPtr group) {
+    const std::vector<MeshDim> dims = {{"a", 2}, {"b", 2}};
+    if (rank == 3) return;
+    EXPECT_THAT(DeviceMesh::Create(group, dims),
+                StatusIs(absl::StatusCode::kUnavailable,
+                         AllOf(HasSubstr("a new DeviceMesh, rank "),
+                               HasSubstr("comparison of the dimensions"))));
+  });
+}
+
+TEST(ParameterLayoutTest, ReplicatesOverEveryDimensionOfTheMesh) {
+  RunRanks(2, [](int, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(MeshPtr mesh,
+                              DeviceMesh::Create(group, {{"a", 2}, {"b", 1}}));
+    const ParameterLayout layout = ParameterLayout::Replicated(mesh);
+    EXPECT_EQ(layout.mesh, mesh);
+    ASSERT_EQ(layout.placements.size(), 2);
+    EXPECT_TRUE(layout.placements[0].is_replicate());
+    EXPECT_THAT(layout.ReducedDims(GradientReduction::kAverage),
+                ElementsAre(0, 1));
+    EXPECT_THAT(layout.ReducedDims(GradientReduction::kSum), IsEmpty());
+  });
+}
+
+TEST(ParameterLayoutTest, ListsTheDimensionsOfEachReduction) {
+  RunRanks(1, [](int, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        MeshPtr mesh,
+        DeviceMesh::Create(group,
+                           {{"a", 1}, {"b", 1}, {"c", 1}, {"d", 1}, {"e", 1}}));
+    const ParameterLayout layout = {
+        mesh,
+        {Placement::Replicate(), Placement::Replicate(GradientReduction::kSum),
+         Placement::Shard(1), Placement::Replicate(GradientReduction::kNone),
+         Placement::Replicate()}};
+    EXPECT_THAT(layout.ReducedDims(GradientReduction::kAverage),
+                ElementsAre(0, 4));
+    EXPECT_THAT(layout.ReducedDims(GradientReduction::kSum), ElementsAre(1));
+    EXPECT_EQ(layout.ToString(),
+              "a: Replicate(average), b: Replicate(sum), c: Shard(1), "
+              "d: Replicate(none), e: Replicate(average)");
+  });
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include "c10/util/intrusive_ptr.h"
 #include "distributed/device_mesh.h"
 #include "distributed/parameter_layout.h"
+#include "distributed/placement.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testutil/status_matchers.h"
@@ -243,6 +244,48 @@ TEST(AverageReplicatedGradientsTest, ReducesEachDtypeByItself) {
       EXPECT_TRUE(at::equal(Gradient(parameter),
                             at::full_like(parameter.parameter, 1.5)));
     }
+  });
+}
+
+TEST(AverageReplicatedGradientsTest, IsOverAllDimensionsOfAMesh) {
+  RunRanks(4, [](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(MeshPtr mesh,
+                              DeviceMesh::Create(group, {{"a", 2}, {"b", 2}}));
+    const Parameters parameters = {Replicated(mesh, "p", {1})};
+    SetGradient(parameters[0], at::full({1}, 1.0f + rank));
+    ASSERT_THAT(AverageReplicatedGradients(*mesh, parameters), IsOk());
+    EXPECT_EQ(Gradient(parameters[0]).item<float>(), 2.5f);
+
+    parameters[0].parameter.detach().fill_(rank);
+    ASSERT_THAT(BroadcastParameters(*mesh, parameters, /*root=*/2), IsOk());
+    EXPECT_EQ(parameters[0].parameter.item<float>(), 2.0f);
+  });
+}
+
+TEST(AverageReplicatedGradientsTest, RefusesOtherReductionsAndShards) {
+  RunRanks(2, [](int, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(MeshPtr mesh,
+                              DeviceMesh::Create(group, {{"a", 2}, {"b", 1}}));
+    Parameters parameters = {Replicated(mesh, "p", {1})};
+    parameters[0].layout.placements = {
+        Placement::Replicate(), Placement::Replicate(GradientReduction::kSum)};
+    EXPECT_THAT(
+        AverageReplicatedGradients(*mesh, parameters),
+        StatusIs(absl::StatusCode::kInvalidArgument,
+                 HasSubstr("the gradient of p must be averaged over "
+                           "every dimension of its mesh, is "
+                           "a: Replicate(average), b: Replicate(sum)")));
+    parameters[0].layout.placements = {Placement::Replicate(),
+                                       Placement::Shard(0)};
+    const std::string in_message =
+        "p must be replicated over all of DeviceMesh(a=2, b=1), is "
+        "a: Replicate(average), b: Shard(0)";
+    EXPECT_THAT(
+        AverageReplicatedGradients(*mesh, parameters),
+        StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(in_message)));
+    EXPECT_THAT(
+        BroadcastParameters(*mesh, parameters),
+        StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(in_message)));
   });
 }
 

@@ -9,13 +9,16 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/ATen.h"
 #include "absl/status/status.h"
+#include "c10/util/intrusive_ptr.h"
 #include "config/launch_environment.h"
 #include "distributed/collectives.h"
 #include "distributed/device_mesh.h"
@@ -25,6 +28,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testutil/status_matchers.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 
 namespace trainer_lora::distributed {
 namespace {
@@ -37,6 +41,7 @@ using ::trainer_lora::testutil::StatusIs;
 constexpr char kScenario[] = "MULTI_PROCESS_TEST_SCENARIO";
 constexpr char kEndTogether[] = "end together";
 constexpr char kRankOneIsKilled[] = "rank 1 is killed";
+constexpr char kGrid[] = "grid";
 
 // A port that was free a moment ago.
 uint16_t PickPort() {
@@ -102,6 +107,30 @@ TEST(MultiProcessTest, RanksAverageAndEndTogether) {
   }
 }
 
+TEST(MultiProcessTest, GroupsOfAMeshMeetInTheStoreOfTheJob) {
+  const std::vector<int> statuses = RunProcesses(kGrid, 4);
+  for (int rank = 0; rank < 4; ++rank) {
+    EXPECT_TRUE(WIFEXITED(statuses[rank]) && WEXITSTATUS(statuses[rank]) == 0)
+        << "rank " << rank << " ended with wait status " << statuses[rank];
+  }
+}
+
+void CheckGrid(c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  LORA_ASSERT_OK_AND_ASSIGN(
+      std::shared_ptr<const DeviceMesh> mesh,
+      DeviceMesh::Create(std::move(group), {{"a", 2}, {"b", 2}}));
+  for (int64_t dim = 0; dim < 2; ++dim) {
+    LORA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<const DeviceMesh> line,
+                              DeviceMesh::Create(mesh->group(dim)));
+    LORA_ASSERT_OK_AND_ASSIGN(double sum,
+                              AllReduce(*line, mesh->rank(), ReduceOp::kSum));
+    // (0 + 2) or (1 + 3); (0 + 1) or (2 + 3).
+    EXPECT_EQ(sum, dim == 0 ? 2 + 2 * mesh->coordinate(1)
+                            : 1 + 4 * mesh->coordinate(0));
+  }
+  EXPECT_THAT(Barrier(*mesh), IsOk());
+}
+
 TEST(MultiProcessTest, TheOthersSurviveAKilledRankAndEnd) {
   const std::vector<int> statuses = RunProcesses(kRankOneIsKilled, 3);
   EXPECT_TRUE(WIFSIGNALED(statuses[1]) && WTERMSIG(statuses[1]) == SIGKILL);
@@ -121,6 +150,10 @@ TEST(MultiProcessTest, DISABLED_Rank) {
   ProcessGroupOptions options;
   options.timeout = std::chrono::seconds(20);
   LORA_ASSERT_OK_AND_ASSIGN(auto group, InitProcessGroup(environment, options));
+  if (scenario == std::string(kGrid)) {
+    CheckGrid(std::move(group));
+    return;
+  }
   LORA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<const DeviceMesh> mesh,
                             DeviceMesh::Create(group));
   const std::vector<DistributedParameter> parameters = {

@@ -1,0 +1,97 @@
+#include "distributed/internal/subgroup.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "c10/core/Device.h"
+#include "c10/util/intrusive_ptr.h"
+#include "config/internal/status_macros.h"
+#include "distributed/internal/gloo_group.h"
+#include "distributed/internal/run_collective.h"
+#include "torch/csrc/distributed/c10d/Backend.hpp"
+#include "torch/csrc/distributed/c10d/PrefixStore.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
+#include "torch/csrc/distributed/c10d/Store.hpp"
+
+namespace trainer_lora::distributed::internal {
+namespace {
+
+using Gloo = c10d::ProcessGroupGloo;
+
+// The one Gloo backend behind all devices of `group`.
+absl::StatusOr<c10::intrusive_ptr<Gloo>> GlooBackend(
+    c10d::ProcessGroup& group) {
+  c10::intrusive_ptr<Gloo> gloo;
+  try {
+    for (const at::Device& device : group.getDeviceTypes()) {
+      const c10::intrusive_ptr<c10d::Backend> backend =
+          group.getBackend(device.type());
+      gloo = c10::dynamic_intrusive_pointer_cast<Gloo>(backend);
+      if (gloo == nullptr) {
+        return absl::UnimplementedError(absl::StrCat(
+            "a part of a process group can be made with the backend gloo ",
+            "alone, and this one uses ", backend->getBackendName(), " for ",
+            device.str()));
+      }
+    }
+  } catch (const std::exception& exception) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the process group has no backend any more: ",
+                     ErrorMessage(exception)));
+  }
+  if (gloo == nullptr) {
+    return absl::FailedPreconditionError("the process group has no backend");
+  }
+  return gloo;
+}
+
+}  // namespace
+
+absl::StatusOr<std::string> NewStorePrefix(c10d::ProcessGroup& parent) {
+  const c10::intrusive_ptr<c10d::Store> store = parent.getStore();
+  if (store == nullptr) {
+    return absl::FailedPreconditionError(
+        "the process group has no store in which parts of it could meet");
+  }
+  try {
+    // A counter for each rank needs no exchange.
+    const int64_t count = store->add(
+        absl::StrCat("trainer_lora/subgroups/of_rank/", parent.getRank()), 1);
+    return absl::StrCat("trainer_lora/subgroups/", count, "/");
+  } catch (const std::exception& exception) {
+    return StatusFromException(exception, "the store does not answer");
+  }
+}
+
+absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateSubgroup(
+    c10d::ProcessGroup& parent, const std::vector<int64_t>& ranks,
+    const std::string& store_prefix) {
+  LORA_ASSIGN_OR_RETURN(const c10::intrusive_ptr<Gloo> gloo,
+                        GlooBackend(parent));
+  auto options = c10::make_intrusive<Gloo::Options>(*gloo->getOptions());
+  // c10d wants the ranks in the job; an empty list means that the parent's are.
+  std::vector<uint64_t> ranks_in_job;
+  for (const int64_t rank : ranks) {
+    const std::vector<uint64_t>& of_parent =
+        gloo->getOptions()->global_ranks_in_group;
+    ranks_in_job.push_back(of_parent.empty() ? rank : of_parent.at(rank));
+  }
+  options->global_ranks_in_group = std::move(ranks_in_job);
+
+  const int64_t rank =
+      std::find(ranks.begin(), ranks.end(), parent.getRank()) - ranks.begin();
+  return ConnectGlooGroup(
+      c10::make_intrusive<c10d::PrefixStore>(store_prefix, parent.getStore()),
+      static_cast<int>(rank), static_cast<int>(ranks.size()),
+      std::move(options), parent.getDeviceTypes());
+}
+
+}  // namespace trainer_lora::distributed::internal

@@ -1,0 +1,40 @@
+// Process groups of a part of a group's ranks.
+//
+// c10d's own ProcessGroup::splitGroup is not used: with Gloo it gives the new
+// group the parent's options object and writes the part's ranks into it, so
+// that the next split of the parent reads past the end of that list; and two
+// splits with the same ranks meet under the same keys of the store.
+#ifndef TRAINER_LORA_DISTRIBUTED_INTERNAL_SUBGROUP_H_
+#define TRAINER_LORA_DISTRIBUTED_INTERNAL_SUBGROUP_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "c10/util/intrusive_ptr.h"
+
+namespace c10d {
+class ProcessGroup;
+}  // namespace c10d
+
+namespace trainer_lora::distributed::internal {
+
+// A prefix for the keys of new groups in the store of `parent`, which no other
+// call returned and all of its ranks get alike, if they call equally often. Not
+// a collective. kFailedPrecondition for a group without a store; else errors of
+// StatusFromException.
+absl::StatusOr<std::string> NewStorePrefix(c10d::ProcessGroup& parent);
+
+// A group of the `ranks` of `parent`, ascending and with this process among
+// them, on the same devices and with copies of its options. They meet in the
+// parent's store under `store_prefix`, which is theirs alone; returns when all
+// of them have called. kUnimplemented for a parent that is not of Gloo alone;
+// else errors of StatusFromException.
+absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateSubgroup(
+    c10d::ProcessGroup& parent, const std::vector<int64_t>& ranks,
+    const std::string& store_prefix);
+
+}  // namespace trainer_lora::distributed::internal
+
+#endif  // TRAINER_LORA_DISTRIBUTED_INTERNAL_SUBGROUP_H_
