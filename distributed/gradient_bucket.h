@@ -1,21 +1,18 @@
 // Plans the flat buffers in which gradients are reduced: which gradient lies in
 // which buffer, and where. Knows no tensor and no process group.
 //
-//   LORA_ASSIGN_OR_RETURN(
-//       GradientBucketPlan plan,
-//       PlanGradientBuckets(
-//           {{"q.lora_A", /*numel=*/100, {"replicate", "tensor", "Float", 4,
-//                                         "cpu"}},
-//            {"q.lora_B", /*numel=*/200, {"replicate", "", "Float", 4, "cpu"}},
-//            {"k.lora_B", /*numel=*/300, {"replicate", "", "Float", 4,
-//            "cpu"}}}));
+//   const GradientBucketKey averaged = {"data", "", "Float", 4, "cpu"};
+//   const GradientBucketKey summed = {"data", "tensor", "Float", 4, "cpu"};
+//   LORA_ASSIGN_OR_RETURN(GradientBucketPlan plan,
+//                         PlanGradientBuckets({{"q.lora_A", 100, summed},
+//                                              {"q.lora_B", 200, averaged},
+//                                              {"k.lora_B", 300, averaged}}));
 //   plan.ToString();
 //   // 2 buckets, 3 gradients, 2496 bytes
-//   // bucket 0: average over replicate, Float on cpu, 2048 bytes
+//   // bucket 0: average over data, Float on cpu, 2048 bytes
 //   //   q.lora_B [0, 200)
 //   //   k.lora_B [208, 508)
-//   // bucket 1: average over replicate, sum over tensor, Float on cpu, 448
-//   bytes
+//   // bucket 1: average over data, sum over tensor, Float on cpu, 448 bytes
 //   //   q.lora_A [0, 100)
 #ifndef TRAINER_LORA_DISTRIBUTED_GRADIENT_BUCKET_H_
 #define TRAINER_LORA_DISTRIBUTED_GRADIENT_BUCKET_H_
@@ -99,8 +96,8 @@ inline constexpr int64_t kDefaultBucketBytes = int64_t{25} << 20;
 // The backward pass finishes the last parameters first. So buckets are filled
 // from the last gradient to the first, a bucket for each key at a time, and
 // reduced in the order in which they become complete: one is when the first of
-// its parameters is. What is left over for a smaller bucket are then the first
-// parameters, whose reduction nothing hides.
+// its parameters is. The smaller bucket that is left over then holds the first
+// parameters, whose reduction no backward pass can hide.
 //
 // Depends on the arguments alone; takes time linear in the number of gradients
 // (for a bounded number of keys). kInvalidArgument, which names the gradient,

@@ -3,7 +3,6 @@
 #ifndef TRAINER_LORA_DISTRIBUTED_INTERNAL_GLOO_GROUP_H_
 #define TRAINER_LORA_DISTRIBUTED_INTERNAL_GLOO_GROUP_H_
 
-#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"

@@ -77,14 +77,15 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateSubgroup(
   LORA_ASSIGN_OR_RETURN(const c10::intrusive_ptr<Gloo> gloo,
                         GlooBackend(parent));
   auto options = c10::make_intrusive<Gloo::Options>(*gloo->getOptions());
-  // c10d wants the ranks in the job; an empty list means that the parent's are.
-  std::vector<uint64_t> ranks_in_job;
+  // c10d names the ranks of the job in its logs. A parent without such a list,
+  // or with that of a group which was split from it, counts as the job.
+  const std::vector<uint64_t> of_parent =
+      std::move(options->global_ranks_in_group);
+  options->global_ranks_in_group.clear();
   for (const int64_t rank : ranks) {
-    const std::vector<uint64_t>& of_parent =
-        gloo->getOptions()->global_ranks_in_group;
-    ranks_in_job.push_back(of_parent.empty() ? rank : of_parent.at(rank));
+    options->global_ranks_in_group.push_back(
+        of_parent.size() == parent.getSize() ? of_parent[rank] : rank);
   }
-  options->global_ranks_in_group = std::move(ranks_in_job);
 
   const int64_t rank =
       std::find(ranks.begin(), ranks.end(), parent.getRank()) - ranks.begin();

@@ -156,16 +156,15 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(PlanGradientBucketsTest, GivesTheExampleOfTheHeader) {
   LORA_ASSERT_OK_AND_ASSIGN(
       const GradientBucketPlan plan,
-      PlanGradientBuckets(
-          {{"q.lora_A", 100, {"replicate", "tensor", "Float", 4, "cpu"}},
-           {"q.lora_B", 200, {"replicate", "", "Float", 4, "cpu"}},
-           {"k.lora_B", 300, {"replicate", "", "Float", 4, "cpu"}}}));
+      PlanGradientBuckets({{"q.lora_A", 100, Summed()},
+                           {"q.lora_B", 200, Float32()},
+                           {"k.lora_B", 300, Float32()}}));
   EXPECT_EQ(plan.ToString(),
             "2 buckets, 3 gradients, 2496 bytes\n"
-            "bucket 0: average over replicate, Float on cpu, 2048 bytes\n"
+            "bucket 0: average over data, Float on cpu, 2048 bytes\n"
             "  q.lora_B [0, 200)\n"
             "  k.lora_B [208, 508)\n"
-            "bucket 1: average over replicate, sum over tensor, Float on cpu, "
+            "bucket 1: average over data, sum over tensor, Float on cpu, "
             "448 bytes\n"
             "  q.lora_A [0, 100)");
 }
