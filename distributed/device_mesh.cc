@@ -202,20 +202,12 @@ std::string DeviceMesh::DimsString(absl::Span<const int64_t> dims) const {
 
 absl::Status DeviceMesh::CreateGroups(
     const std::vector<std::vector<int64_t>>& dim_sets) {
-  std::string store_prefix;
   for (const std::vector<int64_t>& dims : dim_sets) {
     const std::vector<int64_t> key = KeyOf(dims);
     if (groups_.count(key) != 0) continue;
-    // One prefix a mesh; a group of it adds its dimensions and first rank.
-    if (store_prefix.empty()) {
-      LORA_ASSIGN_OR_RETURN(store_prefix, internal::NewStorePrefix(*group_));
-    }
     const std::vector<int64_t> ranks = RanksOver(key);
     absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> group =
-        internal::CreateSubgroup(
-            *group_, ranks,
-            absl::StrCat(store_prefix, absl::StrJoin(key, "."), "/",
-                         ranks.front()));
+        internal::CreateSubgroup(*group_, ranks);
     if (!group.ok()) {
       return absl::Status(
           group.status().code(),

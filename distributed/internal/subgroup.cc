@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <exception>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -53,27 +52,32 @@ absl::StatusOr<c10::intrusive_ptr<Gloo>> GlooBackend(
   return gloo;
 }
 
-}  // namespace
-
-absl::StatusOr<std::string> NewStorePrefix(c10d::ProcessGroup& parent) {
+// Where the ranks of a new group meet: in a part of the parent's store that is
+// theirs alone.
+absl::StatusOr<c10::intrusive_ptr<c10d::Store>> NewMeetingPlace(
+    const c10d::ProcessGroup& parent, int64_t first_rank) {
   const c10::intrusive_ptr<c10d::Store> store = parent.getStore();
   if (store == nullptr) {
     return absl::FailedPreconditionError(
         "the process group has no store in which parts of it could meet");
   }
   try {
-    // A counter for each rank needs no exchange.
-    const int64_t count = store->add(
-        absl::StrCat("trainer_lora/subgroups/of_rank/", parent.getRank()), 1);
-    return absl::StrCat("trainer_lora/subgroups/", count, "/");
+    // Each rank counts its own calls: that needs no exchange.
+    const int64_t call = store->add(
+        absl::StrCat("trainer_lora/subgroup/calls_of/", parent.getRank()), 1);
+    return c10::make_intrusive<c10d::PrefixStore>(
+        absl::StrCat("trainer_lora/subgroup/", call, "/", first_rank), store);
   } catch (const std::exception& exception) {
     return StatusFromException(exception, "the store does not answer");
   }
 }
 
+}  // namespace
+
 absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateSubgroup(
-    c10d::ProcessGroup& parent, const std::vector<int64_t>& ranks,
-    const std::string& store_prefix) {
+    c10d::ProcessGroup& parent, const std::vector<int64_t>& ranks) {
+  LORA_ASSIGN_OR_RETURN(const c10::intrusive_ptr<c10d::Store> store,
+                        NewMeetingPlace(parent, ranks.front()));
   LORA_ASSIGN_OR_RETURN(const c10::intrusive_ptr<Gloo> gloo,
                         GlooBackend(parent));
   auto options = c10::make_intrusive<Gloo::Options>(*gloo->getOptions());
@@ -89,10 +93,9 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateSubgroup(
 
   const int64_t rank =
       std::find(ranks.begin(), ranks.end(), parent.getRank()) - ranks.begin();
-  return ConnectGlooGroup(
-      c10::make_intrusive<c10d::PrefixStore>(store_prefix, parent.getStore()),
-      static_cast<int>(rank), static_cast<int>(ranks.size()),
-      std::move(options), parent.getDeviceTypes());
+  return ConnectGlooGroup(store, static_cast<int>(rank),
+                          static_cast<int>(ranks.size()), std::move(options),
+                          parent.getDeviceTypes());
 }
 
 }  // namespace trainer_lora::distributed::internal

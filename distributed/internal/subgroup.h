@@ -8,7 +8,6 @@
 #define TRAINER_LORA_DISTRIBUTED_INTERNAL_SUBGROUP_H_
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -20,20 +19,15 @@ class ProcessGroup;
 
 namespace trainer_lora::distributed::internal {
 
-// A prefix for the keys of new groups in the store of `parent`, which no other
-// call returned and all of its ranks get alike, if they call equally often. Not
-// a collective. kFailedPrecondition for a group without a store; else errors of
-// StatusFromException.
-absl::StatusOr<std::string> NewStorePrefix(c10d::ProcessGroup& parent);
-
 // A group of the `ranks` of `parent`, ascending and with this process among
-// them, on the same devices and with copies of its options. They meet in the
-// parent's store under `store_prefix`, which is theirs alone; returns when all
-// of them have called. kUnimplemented for a parent that is not of Gloo alone;
+// them, on the same devices and with copies of its options. Every rank of the
+// parent calls it equally often, each for its own part of one partition of the
+// ranks: the parts meet in the parent's store, under the number of the call.
+// Returns when all of `ranks` have called. kUnimplemented for a parent that is
+// not of Gloo alone; kFailedPrecondition for one without a store or backend;
 // else errors of StatusFromException.
 absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateSubgroup(
-    c10d::ProcessGroup& parent, const std::vector<int64_t>& ranks,
-    const std::string& store_prefix);
+    c10d::ProcessGroup& parent, const std::vector<int64_t>& ranks);
 
 }  // namespace trainer_lora::distributed::internal
 

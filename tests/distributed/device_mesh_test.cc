@@ -1,5 +1,6 @@
 #include "distributed/device_mesh.h"
 
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -7,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "c10/util/intrusive_ptr.h"
@@ -17,7 +19,12 @@
 #include "gtest/gtest.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/thread_ranks.h"
+#include "torch/csrc/distributed/c10d/Backend.hpp"
+#include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/Store.hpp"
+#include "torch/csrc/distributed/c10d/Types.hpp"
+#include "torch/csrc/distributed/c10d/Work.hpp"
 
 namespace trainer_lora::distributed {
 namespace {
@@ -26,6 +33,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::RunRanks;
 using ::trainer_lora::testutil::StatusIs;
 
@@ -305,6 +313,46 @@ TEST(DeviceMeshGridTest, AGroupWithoutItsResourcesIsAnError) {
                          HasSubstr("a new DeviceMesh")));
     EXPECT_EQ(mesh->size(0), 2);
   });
+}
+
+// A backend of a trainer's own, on which all ranks always say the same.
+class OwnBackend : public c10d::Backend {
+ public:
+  using Backend::Backend;
+  const std::string getBackendName() const override { return "own"; }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& output, at::Tensor& input,
+      const c10d::AllgatherOptions&) override {
+    output.view({getSize(), -1}).copy_(input.expand({getSize(), -1}));
+    return c10::make_intrusive<DoneWork>();
+  }
+
+ private:
+  struct DoneWork : c10d::Work {
+    bool wait(std::chrono::milliseconds) override { return true; }
+  };
+};
+
+TEST(DeviceMeshGridTest, NamesABackendWithoutPartsAndAMissingStore) {
+  const auto own_group = [](c10::intrusive_ptr<c10d::Store> store) {
+    auto group = c10::make_intrusive<c10d::ProcessGroup>(store, 0, 4);
+    group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
+                      c10::make_intrusive<OwnBackend>(0, 4));
+    return group;
+  };
+  const GroupPtr group = own_group(c10::make_intrusive<c10d::HashStore>());
+  EXPECT_THAT(DeviceMesh::Create(group, {{"a", 2}, {"b", 2}}),
+              StatusIs(absl::StatusCode::kUnimplemented,
+                       AllOf(HasSubstr("rank 0 at (0, 0): no group over {a} of "
+                                       "the ranks 0, 2: "),
+                             HasSubstr("uses own for cpu"))));
+  EXPECT_THAT(DeviceMesh::Create(own_group(nullptr), {{"a", 2}, {"b", 2}}),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr("DeviceMesh(a=2, b=2), rank 0"),
+                             HasSubstr("has no store"))));
+  // It needs no part of the group.
+  EXPECT_THAT(DeviceMesh::Create(group, std::vector<MeshDim>{{"a", 4}}),
+              IsOk());
 }
 
 TEST(DeviceMeshGridTest, APeerThatLeftIsAnError) {
