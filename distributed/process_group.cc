@@ -15,6 +15,7 @@
 #include "config/launch_environment.h"
 #include "distributed/internal/gloo_group.h"
 #include "distributed/internal/run_collective.h"
+#include "distributed/internal/sigpipe_guard.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
@@ -61,6 +62,7 @@ absl::StatusOr<c10::intrusive_ptr<Gloo::Options>> MakeGlooOptions(
     const ProcessGroupOptions& options) {
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
+  const internal::SigpipeGuard guard;  // A device has a thread.
   try {
     if (options.bind_address.empty()) {
       return Gloo::Options::create_default(options.timeout);

@@ -9,6 +9,7 @@
 #include "c10/core/Device.h"
 #include "c10/util/intrusive_ptr.h"
 #include "distributed/internal/run_collective.h"
+#include "distributed/internal/sigpipe_guard.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
 #include "torch/csrc/distributed/c10d/Store.hpp"
@@ -19,6 +20,7 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> ConnectGlooGroup(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     c10::intrusive_ptr<c10d::ProcessGroupGloo::Options> options,
     const std::vector<at::Device>& devices) {
+  const SigpipeGuard guard;
   try {
     constexpr auto kGloo = c10d::ProcessGroup::BackendType::GLOO;
     const auto backend = c10::make_intrusive<c10d::ProcessGroupGloo>(
