@@ -27,6 +27,15 @@ using internal::SelectedLayer;
 
 config::Logger Log() { return config::InitLogger("trainer_lora.lora"); }
 
+void Freeze(torch::nn::Module& model) {
+  // By module: Module::parameters() would make every full name first.
+  model.apply([](torch::nn::Module& module) {
+    for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) {
+      parameter.set_requires_grad(false);
+    }
+  });
+}
+
 // Says what to do about a model that is on meta.
 absl::Status CheckMaterialized(const torch::nn::Module& model,
                                absl::string_view advice) {
@@ -173,9 +182,7 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
   // Nothing fails from here on.
   for (const std::string& warning : selection.warnings) Log().Warning(warning);
   WarnOfLargeRanks(selection.layers);
-  for (const at::Tensor& parameter : model.parameters()) {
-    parameter.set_requires_grad(false);
-  }
+  Freeze(model);
   for (size_t i = 0; i < adapters.size(); ++i) {
     LORA_RETURN_IF_ERROR(selection.layers[i].layer->AdoptAdapter(adapters[i]));
     training.layer_names.push_back(selection.layers[i].names.front());
@@ -212,9 +219,7 @@ absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model) {
       model,
       "load the base weights with the aliases and the missing-parameter "
       "initializer that EnableLoraTraining returned"));
-  for (const at::Tensor& parameter : model.parameters()) {
-    parameter.set_requires_grad(false);
-  }
+  Freeze(model);
   for (const at::Tensor& parameter : adapter_parameters) {
     parameter.set_requires_grad(true);
   }

@@ -139,7 +139,7 @@ absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter) {
   auto base_layer = BaseLayer::ShareStateOf(*this);
   // Module has no way to take back a buffer, so the registrations are built
   // aside and replaced as a whole.
-  torch::nn::Module adapted(name());
+  torch::nn::Module adapted;
   adapted.register_parameter(kLoraA, adapter.lora_A, /*requires_grad=*/true);
   adapted.register_parameter(kLoraB, adapter.lora_B, /*requires_grad=*/true);
   adapted.register_module(kBaseLayer, base_layer);
