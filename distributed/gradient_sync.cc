@@ -1,7 +1,12 @@
 #include "distributed/gradient_sync.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +16,7 @@
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/empty_like.h"
+#include "ATen/record_function.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -20,51 +26,63 @@
 #include "c10/core/ScalarType.h"
 #include "config/internal/status_macros.h"
 #include "distributed/device_mesh.h"
+#include "distributed/gradient_bucket.h"
 #include "distributed/internal/rank_agreement.h"
+#include "distributed/internal/reduction_bucket.h"
 #include "distributed/internal/run_collective.h"
 #include "distributed/parameter_layout.h"
 #include "distributed/placement.h"
+#include "torch/csrc/autograd/function_hook.h"
+#include "torch/csrc/autograd/variable.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Types.hpp"
 
 namespace trainer_lora::distributed {
 namespace {
 
-using ParameterRefs = std::vector<const DistributedParameter*>;
+using internal::ReductionBucket;
+using Parameters = std::vector<DistributedParameter>;
 
-// Parameters of one dtype and device, which one collective serves.
-struct Bucket {
-  ParameterRefs parameters;
-  // The slices of all parameters, one after the other: [numel].
-  at::Tensor flat;
-  // For each parameter its view of `flat`, in the parameter's shape.
-  std::vector<at::Tensor> slices;
-};
+// --- Which parameters, and are they the same everywhere ----------------------
 
-// Replicated over some dimension; CheckCanBeSent() wants it over all.
-bool IsReplicated(const ParameterLayout& layout) {
-  return layout.mesh != nullptr &&
-         std::any_of(layout.placements.begin(), layout.placements.end(),
-                     [](const Placement& placement) {
-                       return placement.is_replicate();
-                     });
+bool IsReplicated(const Placement& placement) {
+  return placement.is_replicate();
 }
 
-ParameterRefs ReplicatedParameters(
+bool IsReduced(const Placement& placement) {
+  return placement.gradient_reduction() != GradientReduction::kNone;
+}
+
+bool IsSharded(const Placement& placement) { return !placement.is_replicate(); }
+
+template <typename Predicate>
+bool AnyPlacement(const DistributedParameter& parameter, Predicate predicate) {
+  return parameter.layout.mesh != nullptr &&
+         std::any_of(parameter.layout.placements.begin(),
+                     parameter.layout.placements.end(), predicate);
+}
+
+// Those whose gradient is reduced, each once.
+Parameters WithReducedGradient(
     absl::Span<const DistributedParameter> parameters) {
-  ParameterRefs replicated;
+  Parameters reduced;
+  std::set<const c10::TensorImpl*> seen;
   for (const DistributedParameter& parameter : parameters) {
-    if (IsReplicated(parameter.layout)) replicated.push_back(&parameter);
+    if (AnyPlacement(parameter, IsReduced) &&
+        parameter.parameter.requires_grad() &&
+        seen.insert(parameter.parameter.unsafeGetTensorImpl()).second) {
+      reduced.push_back(parameter);
+    }
+  }
+  return reduced;
+}
+
+Parameters Replicated(absl::Span<const DistributedParameter> parameters) {
+  Parameters replicated;
+  for (const DistributedParameter& parameter : parameters) {
+    if (AnyPlacement(parameter, IsReplicated)) replicated.push_back(parameter);
   }
   return replicated;
-}
-
-ParameterRefs ThoseThatRequireGrad(const ParameterRefs& parameters) {
-  ParameterRefs trainable;
-  for (const DistributedParameter* parameter : parameters) {
-    if (parameter->parameter.requires_grad()) trainable.push_back(parameter);
-  }
-  return trainable;
 }
 
 std::string ShapeString(const at::Tensor& tensor) {
@@ -72,37 +90,51 @@ std::string ShapeString(const at::Tensor& tensor) {
 }
 
 // Such as "broadcast of 2 parameters, the first to_q.lora_A".
-std::string NameCollective(const std::string& collective,
-                           const ParameterRefs& parameters) {
-  return absl::StrCat(
-      collective, " of ", parameters.size(), " parameters",
-      parameters.empty() ? "" : ", the first " + parameters[0]->name);
+std::string NameCollective(const std::string& collective, size_t count,
+                           const std::string& first) {
+  return absl::StrCat(collective, " of ", count, " parameters",
+                      count == 0 ? "" : ", the first " + first);
 }
 
-// What has to be the same on every rank.
+std::string NameCollective(const std::string& collective,
+                           const Parameters& parameters) {
+  return NameCollective(collective, parameters.size(),
+                        parameters.empty() ? "" : parameters[0].name);
+}
+
+bool IsAveraged(const Placement& placement) {
+  return placement.gradient_reduction() == GradientReduction::kAverage;
+}
+
+// What has to be the same on every rank of the mesh. The shards of a parameter
+// may differ in shape.
 std::string Describe(const DistributedParameter& parameter) {
   const at::Tensor& tensor = parameter.parameter;
+  const std::vector<Placement>& placements = parameter.layout.placements;
+  const bool is_averaged_everywhere =
+      std::all_of(placements.begin(), placements.end(), IsAveraged);
   return absl::StrCat(
       parameter.name, " (", c10::toString(tensor.scalar_type()), " ",
-      ShapeString(tensor), " on ",
-      c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true), ")");
+      AnyPlacement(parameter, IsSharded) ? "shard" : ShapeString(tensor),
+      " on ", c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true),
+      is_averaged_everywhere ? "" : ", " + parameter.layout.ToString(), ")");
 }
 
-absl::Status CheckCanBeSent(const DeviceMesh& mesh,
-                            const DistributedParameter& parameter) {
-  const at::Tensor& tensor = parameter.parameter;
-  if (parameter.layout.mesh.get() != &mesh) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        parameter.name, " lies on another mesh, ",
-        parameter.layout.mesh->ToString(), "; pass the mesh of its layout"));
-  }
-  for (const Placement& placement : parameter.layout.placements) {
-    if (placement.is_replicate()) continue;
+absl::Status CheckLiesOn(const DeviceMesh& mesh,
+                         const DistributedParameter& parameter) {
+  const ParameterLayout& layout = parameter.layout;
+  if (layout.mesh.get() != &mesh) {
     return absl::InvalidArgumentError(
-        absl::StrCat(parameter.name, " must be replicated over all of ",
-                     mesh.ToString(), ", is ", parameter.layout.ToString()));
+        absl::StrCat(parameter.name, " lies on another mesh, ",
+                     layout.mesh->ToString(), "; pass the mesh of its layout"));
   }
-  if (tensor.is_meta() || tensor.layout() != at::kStrided) {
+  if (static_cast<int64_t>(layout.placements.size()) != mesh.ndim()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(parameter.name, " has ", layout.placements.size(),
+                     " placements on ", mesh.ToString()));
+  }
+  if (parameter.parameter.is_meta() ||
+      parameter.parameter.layout() != at::kStrided) {
     return absl::InvalidArgumentError(
         absl::StrCat(parameter.name, " must be a dense tensor with values; ",
                      "load or materialize it first"));
@@ -110,25 +142,22 @@ absl::Status CheckCanBeSent(const DeviceMesh& mesh,
   return absl::OkStatus();
 }
 
-absl::Status CheckIsAveraged(const DistributedParameter& parameter) {
-  for (const Placement& placement : parameter.layout.placements) {
-    if (placement.gradient_reduction() == GradientReduction::kAverage) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("the gradient of ", parameter.name,
-                     " must be averaged over every dimension of its mesh, is ",
-                     parameter.layout.ToString()));
-  }
-  return absl::OkStatus();
+absl::Status CheckIsWhole(const DistributedParameter& parameter) {
+  if (!AnyPlacement(parameter, IsSharded)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      parameter.name, " must be replicated over all of ",
+      parameter.layout.mesh->ToString(), ", is ", parameter.layout.ToString()));
 }
 
-absl::Status CheckGradient(const DistributedParameter& parameter) {
-  const at::Tensor& gradient = parameter.parameter.grad();
+absl::Status CheckGradient(const std::string& name,
+                           const at::Tensor& parameter) {
+  const at::Tensor& gradient = parameter.grad();
   if (!gradient.defined()) return absl::OkStatus();
   if (gradient.layout() != at::kStrided || gradient.is_meta() ||
-      gradient.sizes() != parameter.parameter.sizes()) {
+      gradient.sizes() != parameter.sizes()) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "the gradient of ", parameter.name, " must be a dense tensor of shape ",
-        ShapeString(parameter.parameter)));
+        "the gradient of ", name, " must be a dense tensor of shape ",
+        ShapeString(parameter)));
   }
   return absl::OkStatus();
 }
@@ -136,11 +165,11 @@ absl::Status CheckGradient(const DistributedParameter& parameter) {
 // Collective. A rank whose own check failed tells the others, which would
 // otherwise wait for it in the collective that it never joins.
 absl::Status AgreeOn(const DeviceMesh& mesh, std::string operation,
-                     const ParameterRefs& parameters,
+                     const Parameters& parameters,
                      const absl::Status& local_check) {
   std::vector<std::string> lines = {std::move(operation)};
-  for (const DistributedParameter* parameter : parameters) {
-    lines.push_back(Describe(*parameter));
+  for (const DistributedParameter& parameter : parameters) {
+    if (parameter.layout.mesh != nullptr) lines.push_back(Describe(parameter));
   }
   if (!local_check.ok()) lines.push_back(std::string(local_check.message()));
   LORA_RETURN_IF_ERROR(internal::CheckRanksAgree(
@@ -149,147 +178,578 @@ absl::Status AgreeOn(const DeviceMesh& mesh, std::string operation,
   return local_check;
 }
 
-// In the order of the parameters: the ranks agree on it.
-std::vector<Bucket> MakeBuckets(const ParameterRefs& parameters) {
-  std::vector<Bucket> buckets;
-  for (const DistributedParameter* parameter : parameters) {
-    auto bucket = buckets.begin();
-    while (bucket != buckets.end() &&
-           (bucket->parameters[0]->parameter.scalar_type() !=
-                parameter->parameter.scalar_type() ||
-            bucket->parameters[0]->parameter.device() !=
-                parameter->parameter.device())) {
-      ++bucket;
-    }
-    if (bucket == buckets.end()) bucket = buckets.emplace(bucket);
-    bucket->parameters.push_back(parameter);
+// Collective, and called by all ranks of the mesh with the same parameters in
+// all but the shapes of shards: these have to be the same on the ranks that
+// reduce them with each other.
+absl::Status AgreeOnShards(const DeviceMesh& mesh,
+                           const Parameters& parameters) {
+  std::vector<std::string> layouts;  // In the order of the parameters.
+  std::map<std::string, Parameters> by_layout;
+  for (const DistributedParameter& parameter : parameters) {
+    if (!AnyPlacement(parameter, IsSharded)) continue;
+    Parameters& same = by_layout[parameter.layout.ToString()];
+    if (same.empty()) layouts.push_back(parameter.layout.ToString());
+    same.push_back(parameter);
   }
+  for (const std::string& layout : layouts) {
+    const Parameters& same = by_layout[layout];
+    std::vector<std::string> lines;
+    for (const DistributedParameter& parameter : same) {
+      lines.push_back(absl::StrCat(parameter.name, " (",
+                                   ShapeString(parameter.parameter), ")"));
+    }
+    for (const auto& group : internal::ReductionOf(same[0].layout).groups) {
+      LORA_RETURN_IF_ERROR(internal::CheckRanksAgree(
+          *group, mesh.ToString(), NameCollective("comparison", same), lines));
+    }
+  }
+  return absl::OkStatus();
+}
 
-  for (Bucket& bucket : buckets) {
-    int64_t numel = 0;
-    for (const DistributedParameter* parameter : bucket.parameters) {
-      numel += parameter->parameter.numel();
-    }
-    bucket.flat = at::empty({numel}, bucket.parameters[0]->parameter.options());
-    int64_t offset = 0;
-    for (const DistributedParameter* parameter : bucket.parameters) {
-      const at::Tensor& tensor = parameter->parameter;
-      bucket.slices.push_back(
-          bucket.flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
-      offset += tensor.numel();
-    }
+// --- Buffers -----------------------------------------------------------------
+
+std::string DimNames(const ParameterLayout& layout,
+                     GradientReduction reduction) {
+  return absl::StrJoin(layout.ReducedDims(reduction), ",",
+                       [&layout](std::string* out, int64_t dim) {
+                         out->append(layout.mesh->dim_names()[dim]);
+                       });
+}
+
+GradientSpec SpecOf(const std::string& name, const at::Tensor& tensor,
+                    std::string average_over, std::string sum_over) {
+  return {name,
+          tensor.numel(),
+          {std::move(average_over), std::move(sum_over),
+           c10::toString(tensor.scalar_type()),
+           static_cast<int64_t>(tensor.element_size()), tensor.device().str()}};
+}
+
+absl::StatusOr<std::vector<ReductionBucket>> MakeBuckets(
+    const DeviceMesh& mesh, const Parameters& parameters,
+    const GradientSyncOptions& options) {
+  std::vector<GradientSpec> specs;
+  std::vector<at::Tensor> tensors;
+  for (const DistributedParameter& parameter : parameters) {
+    specs.push_back(
+        SpecOf(parameter.name, parameter.parameter,
+               DimNames(parameter.layout, GradientReduction::kAverage),
+               DimNames(parameter.layout, GradientReduction::kSum)));
+    tensors.push_back(parameter.parameter);
+  }
+  LORA_ASSIGN_OR_RETURN(GradientBucketPlan plan,
+                        PlanGradientBuckets(specs, options.bucket_bytes));
+  std::vector<ReductionBucket> buckets;
+  for (GradientBucket& bucket : plan.buckets) {
+    const ParameterLayout& layout =
+        parameters[bucket.slices.front().index].layout;
+    buckets.emplace_back(std::move(bucket), internal::ReductionOf(layout),
+                         tensors, options.reduce_in_float32, mesh.RankString());
   }
   return buckets;
 }
 
-void PackGradients(const Bucket& bucket) {
-  for (size_t i = 0; i < bucket.parameters.size(); ++i) {
-    const at::Tensor& gradient = bucket.parameters[i]->parameter.grad();
-    if (gradient.defined()) {
-      bucket.slices[i].copy_(gradient);
-    } else {
-      bucket.slices[i].zero_();
-    }
+// What the parameters were when the ranks compared them.
+struct ParameterState {
+  explicit ParameterState(const at::Tensor& parameter)
+      : sizes(parameter.sizes().vec()),
+        dtype(parameter.scalar_type()),
+        device(parameter.device()),
+        requires_grad(parameter.requires_grad()) {}
+
+  bool IsThatOf(const at::Tensor& parameter) const {
+    return parameter.sizes() == at::IntArrayRef(sizes) &&
+           parameter.scalar_type() == dtype && parameter.device() == device &&
+           parameter.requires_grad() == requires_grad;
   }
-}
 
-void UnpackGradients(const Bucket& bucket) {
-  for (size_t i = 0; i < bucket.parameters.size(); ++i) {
-    const at::Tensor& parameter = bucket.parameters[i]->parameter;
-    at::Tensor& gradient = parameter.mutable_grad();
-    // An expanded gradient has no element of its own to write each value to.
-    if (!gradient.defined() ||
-        at::has_internal_overlap(gradient) == at::MemOverlap::Yes) {
-      gradient = at::empty_like(parameter);
-    }
-    gradient.copy_(bucket.slices[i]);
-  }
-}
+  std::vector<int64_t> sizes;
+  at::ScalarType dtype;
+  at::Device device;
+  bool requires_grad;
+};
 
-// Sum and division, not c10d's AVG: two ranks then give the bits of one that
-// accumulated both gradients and divided.
-absl::Status AverageBucket(const DeviceMesh& mesh, const Bucket& bucket) {
-  c10d::ProcessGroup& group = *mesh.group();
-  std::vector<at::Tensor> tensors = {bucket.flat};
-  LORA_RETURN_IF_ERROR(internal::RunCollective(
-      group,
-      absl::StrCat(mesh.RankString(), ": ",
-                   NameCollective("gradient all-reduce", bucket.parameters)),
-      [&] { return group.allreduce(tensors); }));
-  tensors[0].div_(mesh.size());
-  return absl::OkStatus();
-}
+// A parameter, and the place of its gradient.
+struct Entry {
+  explicit Entry(const DistributedParameter& parameter)
+      : name(parameter.name),
+        parameter(parameter.parameter),
+        state(parameter.parameter) {}
 
-absl::Status BroadcastBucket(const DeviceMesh& mesh, const Bucket& bucket,
-                             int root) {
-  c10d::ProcessGroup& group = *mesh.group();
-  std::vector<at::Tensor> tensors = {bucket.flat};
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  return internal::RunCollective(
-      group,
-      absl::StrCat(mesh.RankString(), ": ",
-                   NameCollective("broadcast", bucket.parameters)),
-      [&] { return group.broadcast(tensors, options); });
+  std::string name;
+  at::Tensor parameter;
+  ParameterState state;
+  at::Tensor view;
+  size_t bucket = 0;
+  // Its gradient holds a sum over ranks, which must not be summed again.
+  bool is_summed = false;
+  // Its gradient of this step came, while overlap is on.
+  bool is_ready = false;
+};
+
+bool HasView(const Entry& entry) {
+  return entry.parameter.grad().is_same(entry.view);
 }
 
 }  // namespace
 
-absl::StatusOr<int64_t> AverageReplicatedGradients(
-    const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters) {
+// --- GradientSync ------------------------------------------------------------
+
+class GradientSync::Impl {
+ public:
+  // Collective. Leaves the parameters alone until Install().
+  static absl::StatusOr<std::unique_ptr<Impl>> Build(
+      std::shared_ptr<const DeviceMesh> mesh,
+      absl::Span<const DistributedParameter> parameters,
+      const GradientSyncOptions& options, bool hooks_may_exist);
+
+  ~Impl() { RemoveHooks(); }
+
+  void Install();
+  void RemoveHooks();
+
+  absl::StatusOr<int64_t> Sync();
+  // Sync() for gradients that stay where they are.
+  absl::StatusOr<int64_t> ReduceOnce();
+  void ZeroGrad();
+  std::string ToString() const;
+
+  const std::shared_ptr<const DeviceMesh>& mesh() const { return mesh_; }
+  const GradientSyncOptions& options() const { return options_; }
+  const GradientSyncStatistics& statistics() const { return statistics_; }
+  int& no_sync_depth() { return no_sync_depth_; }
+
+ private:
+  class ReadyHook;
+
+  explicit Impl(std::shared_ptr<const DeviceMesh> mesh,
+                const GradientSyncOptions& options)
+      : mesh_(std::move(mesh)), options_(options) {}
+
+  // Called when the gradient of an entry is accumulated.
+  void OnAccumulated(size_t index);
+  // Brings the gradients of a bucket into its views, zeros where there is none.
+  absl::Status Collect(ReductionBucket& bucket);
+  absl::Status Collect(Entry& entry, bool is_summed);
+  // Collects and starts the next bucket. `error` is what this rank could not
+  // answer for, in this bucket or before.
+  absl::Status StartNext(absl::Status& error);
+  // Whether all ranks answered for their gradients.
+  absl::StatusOr<bool> FinishAll();
+  void StartOver();
+
+  bool IsSummed(const ReductionBucket& bucket) const {
+    return !bucket.bucket().key.sum_over.empty();
+  }
+
+  std::shared_ptr<const DeviceMesh> mesh_;
+  GradientSyncOptions options_;
+  std::vector<Entry> entries_;
+  std::vector<ReductionBucket> buckets_;
+
+  // The backward pass may run on several threads.
+  std::mutex mutex_;
+  int no_sync_depth_ = 0;
+  // Gradients that a bucket still waits for.
+  std::vector<size_t> missing_;
+  // The buckets before it have been started.
+  size_t next_bucket_ = 0;
+  // What went wrong during the backward pass.
+  absl::Status backward_error_;
+  // After an error the ranks may be at different places.
+  absl::Status broken_;
+  // Statistics of the step that is under way.
+  GradientSyncStatistics current_;
+  GradientSyncStatistics statistics_;
+};
+
+class GradientSync::Impl::ReadyHook
+    : public torch::autograd::PostAccumulateGradHook {
+ public:
+  ReadyHook(Impl* impl, size_t index) : impl_(impl), index_(index) {}
+  void operator()(const torch::autograd::Variable&) override {
+    impl_->OnAccumulated(index_);
+  }
+  const Impl* impl() const { return impl_; }
+
+ private:
+  Impl* impl_;  // Removes the hook before it goes.
+  size_t index_;
+};
+
+absl::StatusOr<std::unique_ptr<GradientSync::Impl>> GradientSync::Impl::Build(
+    std::shared_ptr<const DeviceMesh> mesh,
+    absl::Span<const DistributedParameter> parameters,
+    const GradientSyncOptions& options, bool hooks_may_exist) {
+  if (mesh == nullptr) {
+    return absl::InvalidArgumentError(
+        "gradients cannot be reduced over a null mesh");
+  }
   const at::NoGradGuard no_grad;
-  const ParameterRefs synchronized =
-      ThoseThatRequireGrad(ReplicatedParameters(parameters));
+  const Parameters reduced = WithReducedGradient(parameters);
 
   absl::Status local_check;
-  for (const DistributedParameter* parameter : synchronized) {
-    local_check.Update(CheckCanBeSent(mesh, *parameter));
-    local_check.Update(CheckIsAveraged(*parameter));
-    local_check.Update(CheckGradient(*parameter));
+  if (options.bucket_bytes < 1) {
+    local_check = absl::InvalidArgumentError(absl::StrCat(
+        "bucket_bytes must be at least 1, got ", options.bucket_bytes));
+  }
+  for (const DistributedParameter& parameter : reduced) {
+    local_check.Update(CheckLiesOn(*mesh, parameter));
+    local_check.Update(CheckGradient(parameter.name, parameter.parameter));
+    if (options.overlap_backward && !hooks_may_exist &&
+        torch::autograd::impl::post_acc_grad_hooks(parameter.parameter) !=
+            nullptr) {
+      local_check.Update(absl::InvalidArgumentError(
+          absl::StrCat(parameter.name,
+                       " has a hook for accumulated gradients already, of "
+                       "which a tensor holds one: remove it, or do without "
+                       "overlap_backward")));
+    }
   }
   LORA_RETURN_IF_ERROR(
-      AgreeOn(mesh, "the average of gradients", synchronized, local_check));
+      AgreeOn(*mesh,
+              absl::StrCat("the reduction of gradients in buckets of ",
+                           options.bucket_bytes, " bytes",
+                           options.reduce_in_float32 ? " in float32" : "",
+                           options.overlap_backward ? " with overlap" : ""),
+              reduced, local_check));
+  LORA_RETURN_IF_ERROR(AgreeOnShards(*mesh, reduced));
 
-  // Nothing is written before every collective went through.
-  const std::vector<Bucket> buckets = MakeBuckets(synchronized);
-  for (const Bucket& bucket : buckets) {
-    PackGradients(bucket);
-    LORA_RETURN_IF_ERROR(AverageBucket(mesh, bucket));
+  std::unique_ptr<Impl> impl(new Impl(mesh, options));
+  LORA_ASSIGN_OR_RETURN(impl->buckets_, MakeBuckets(*mesh, reduced, options));
+  for (const DistributedParameter& parameter : reduced) {
+    impl->entries_.emplace_back(parameter);
   }
-  for (const Bucket& bucket : buckets) UnpackGradients(bucket);
-  return static_cast<int64_t>(synchronized.size());
+  for (size_t bucket = 0; bucket < impl->buckets_.size(); ++bucket) {
+    const std::vector<GradientSlice>& slices =
+        impl->buckets_[bucket].bucket().slices;
+    for (size_t i = 0; i < slices.size(); ++i) {
+      Entry& entry = impl->entries_[slices[i].index];
+      entry.view = impl->buckets_[bucket].views()[i];
+      entry.bucket = bucket;
+    }
+  }
+  impl->StartOver();
+  return impl;
+}
+
+void GradientSync::Impl::Install() {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    Entry& entry = entries_[i];
+    at::Tensor& gradient = entry.parameter.mutable_grad();
+    if (gradient.defined()) entry.view.copy_(gradient);
+    gradient = entry.view;
+    if (options_.overlap_backward) {
+      torch::autograd::impl::set_post_acc_grad_hooks(
+          entry.parameter, std::make_unique<ReadyHook>(this, i));
+    }
+  }
+}
+
+void GradientSync::Impl::RemoveHooks() {
+  if (!options_.overlap_backward) return;
+  for (const Entry& entry : entries_) {
+    auto& hook = torch::autograd::impl::post_acc_grad_hooks(entry.parameter);
+    const auto* ours = dynamic_cast<const ReadyHook*>(hook.get());
+    if (ours != nullptr && ours->impl() == this) hook = nullptr;
+  }
+}
+
+void GradientSync::Impl::StartOver() {
+  missing_.assign(buckets_.size(), 0);
+  for (Entry& entry : entries_) {
+    entry.is_ready = false;
+    ++missing_[entry.bucket];
+  }
+  next_bucket_ = 0;
+  backward_error_ = absl::OkStatus();
+  current_ = GradientSyncStatistics();
+}
+
+void GradientSync::Impl::OnAccumulated(size_t index) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (no_sync_depth_ > 0 || !broken_.ok()) return;
+  Entry& entry = entries_[index];
+  if (entry.is_ready) {
+    backward_error_.Update(absl::FailedPreconditionError(absl::StrCat(
+        mesh_->RankString(), ": a second backward pass reached ", entry.name,
+        " before Sync(); with overlap_backward, all but the last belong into a "
+        "NoSyncScope")));
+    return;
+  }
+  entry.is_ready = true;
+  --missing_[entry.bucket];
+  const at::NoGradGuard no_grad;
+  while (next_bucket_ < buckets_.size() && missing_[next_bucket_] == 0) {
+    ++current_.overlapped_buckets;
+    broken_ = StartNext(backward_error_);
+    if (!broken_.ok()) return;
+  }
+}
+
+absl::Status GradientSync::Impl::Collect(Entry& entry, bool is_summed) {
+  if (!entry.state.IsThatOf(entry.parameter)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        mesh_->RankString(), ": ", entry.name,
+        " has changed its shape, dtype, device or requires_grad since the "
+        "ranks compared it: call GradientSync::Replace on every rank"));
+  }
+  if (HasView(entry)) {
+    if (is_summed && entry.is_summed) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          mesh_->RankString(), ": the gradient of ", entry.name,
+          " is a sum over ranks already, and would be summed twice: call "
+          "ZeroGrad() before the next backward pass"));
+    }
+    return absl::OkStatus();
+  }
+  LORA_RETURN_IF_ERROR(CheckGradient(entry.name, entry.parameter));
+  const at::Tensor& gradient = entry.parameter.grad();
+  if (gradient.defined()) {
+    entry.view.copy_(gradient);
+    ++current_.copied_gradients;
+  } else {
+    entry.view.zero_();
+    current_.zero_filled.push_back(entry.name);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status GradientSync::Impl::Collect(ReductionBucket& bucket) {
+  absl::Status status;
+  for (const GradientSlice& slice : bucket.bucket().slices) {
+    status.Update(Collect(entries_[slice.index], IsSummed(bucket)));
+  }
+  return status;
+}
+
+absl::Status GradientSync::Impl::StartNext(absl::Status& error) {
+  ReductionBucket& bucket = buckets_[next_bucket_++];
+  error.Update(Collect(bucket));
+  current_.collectives += bucket.num_collectives();
+  current_.bytes += bucket.num_collectives() * bucket.bytes();
+  return bucket.Start(error.ok());
+}
+
+absl::StatusOr<bool> GradientSync::Impl::FinishAll() {
+  bool all_healthy = true;
+  for (ReductionBucket& bucket : buckets_) {
+    LORA_ASSIGN_OR_RETURN(const bool healthy, bucket.Finish());
+    all_healthy = all_healthy && healthy;
+  }
+  return all_healthy;
+}
+
+absl::StatusOr<int64_t> GradientSync::Impl::ReduceOnce() {
+  const at::NoGradGuard no_grad;
+  absl::Status error;
+  while (next_bucket_ < buckets_.size()) {
+    LORA_RETURN_IF_ERROR(StartNext(error));
+  }
+  LORA_ASSIGN_OR_RETURN(const bool healthy, FinishAll());
+  LORA_RETURN_IF_ERROR(error);
+  if (!healthy) return absl::FailedPreconditionError("another rank failed");
+  // Nothing is written before every collective went through.
+  for (Entry& entry : entries_) {
+    at::Tensor& gradient = entry.parameter.mutable_grad();
+    // An expanded gradient has no element of its own to write each value to.
+    if (!gradient.defined() ||
+        at::has_internal_overlap(gradient) == at::MemOverlap::Yes) {
+      gradient = at::empty_like(entry.parameter);
+    }
+    gradient.copy_(entry.view);
+  }
+  return static_cast<int64_t>(entries_.size());
+}
+
+absl::StatusOr<int64_t> GradientSync::Impl::Sync() {
+  RECORD_FUNCTION("trainer_lora::gradient_sync", {});
+  const auto begin = std::chrono::steady_clock::now();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const at::NoGradGuard no_grad;
+  if (!broken_.ok()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the gradients can't be reduced after an error: ", broken_.message()));
+  }
+  // Taken out, so that whatever ends this call early leaves it broken.
+  broken_ = absl::UnknownError("an exception");
+  absl::Status error = backward_error_;
+  for (const Entry& entry : entries_) {
+    if (entry.bucket < next_bucket_ && !HasView(entry)) {
+      error.Update(absl::FailedPreconditionError(
+          absl::StrCat(mesh_->RankString(), ": the gradient of ", entry.name,
+                       " was replaced after its reduction had started")));
+    }
+  }
+  absl::Status status;
+  while (status.ok() && next_bucket_ < buckets_.size()) {
+    status = StartNext(error);
+  }
+  bool all_healthy = true;
+  if (status.ok()) {
+    const absl::StatusOr<bool> finished = FinishAll();
+    status = finished.status();
+    all_healthy = finished.value_or(false);
+  }
+  status.Update(error);
+  if (status.ok() && !all_healthy) {
+    status = absl::FailedPreconditionError(absl::StrCat(
+        mesh_->RankString(),
+        ": another rank could not answer for its gradients; its error says "
+        "why"));
+  }
+  broken_ = status;
+  if (!status.ok()) return status;
+
+  for (Entry& entry : entries_) {
+    if (!HasView(entry)) entry.parameter.mutable_grad() = entry.view;
+    entry.is_summed = true;
+  }
+  current_.parameters = static_cast<int64_t>(entries_.size());
+  current_.seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
+          .count();
+  statistics_ = std::move(current_);
+  StartOver();
+  return statistics_.parameters;
+}
+
+void GradientSync::Impl::ZeroGrad() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const at::NoGradGuard no_grad;
+  if (next_bucket_ > 0) {
+    // The other ranks may or may not come to Sync().
+    broken_ = absl::FailedPreconditionError(
+        absl::StrCat(mesh_->RankString(),
+                     ": ZeroGrad() was called between a backward pass "
+                     "that started a reduction and Sync()"));
+    return;
+  }
+  for (ReductionBucket& bucket : buckets_) bucket.Zero();
+  for (Entry& entry : entries_) {
+    if (!HasView(entry)) entry.parameter.mutable_grad() = entry.view;
+    entry.is_summed = false;
+  }
+  StartOver();
+}
+
+std::string GradientSync::Impl::ToString() const {
+  GradientBucketPlan plan;
+  for (const ReductionBucket& bucket : buckets_) {
+    plan.buckets.push_back(bucket.bucket());
+  }
+  return plan.ToString();
+}
+
+GradientSync::GradientSync(std::unique_ptr<Impl> impl)
+    : impl_(std::move(impl)) {}
+
+GradientSync::~GradientSync() = default;
+
+absl::StatusOr<std::unique_ptr<GradientSync>> GradientSync::Create(
+    std::shared_ptr<const DeviceMesh> mesh,
+    std::vector<DistributedParameter> parameters,
+    const GradientSyncOptions& options) {
+  LORA_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
+                        Impl::Build(std::move(mesh), parameters, options,
+                                    /*hooks_may_exist=*/false));
+  impl->Install();
+  return std::unique_ptr<GradientSync>(new GradientSync(std::move(impl)));
+}
+
+absl::Status GradientSync::Replace(
+    std::vector<DistributedParameter> parameters) {
+  LORA_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
+                        Impl::Build(impl_->mesh(), parameters, impl_->options(),
+                                    /*hooks_may_exist=*/true));
+  impl_->RemoveHooks();
+  impl->Install();
+  impl_ = std::move(impl);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> GradientSync::Sync() { return impl_->Sync(); }
+
+void GradientSync::ZeroGrad() { impl_->ZeroGrad(); }
+
+const GradientSyncStatistics& GradientSync::statistics() const {
+  return impl_->statistics();
+}
+
+std::string GradientSync::ToString() const { return impl_->ToString(); }
+
+GradientSync::NoSyncScope::NoSyncScope(GradientSync& sync) : sync_(sync) {
+  ++sync_.impl_->no_sync_depth();
+}
+
+GradientSync::NoSyncScope::~NoSyncScope() { --sync_.impl_->no_sync_depth(); }
+
+// --- Once --------------------------------------------------------------------
+
+absl::StatusOr<int64_t> ReduceGradients(
+    const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters) {
+  // The caller keeps the mesh; this does not outlive the call.
+  const std::shared_ptr<const DeviceMesh> borrowed(
+      std::shared_ptr<const DeviceMesh>(), &mesh);
+  LORA_ASSIGN_OR_RETURN(
+      const std::unique_ptr<GradientSync::Impl> impl,
+      GradientSync::Impl::Build(borrowed, parameters, GradientSyncOptions(),
+                                /*hooks_may_exist=*/true));
+  return impl->ReduceOnce();
 }
 
 absl::Status BroadcastParameters(
     const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters,
     int root) {
   const at::NoGradGuard no_grad;
-  const ParameterRefs replicated = ReplicatedParameters(parameters);
-
+  const Parameters replicated = Replicated(parameters);
   absl::Status local_check;
   if (root < 0 || root >= mesh.size()) {
     local_check = absl::InvalidArgumentError(absl::StrCat(
         "root must be a rank of ", mesh.ToString(), ", got ", root));
   }
-  for (const DistributedParameter* parameter : replicated) {
-    local_check.Update(CheckCanBeSent(mesh, *parameter));
+  for (const DistributedParameter& parameter : replicated) {
+    local_check.Update(CheckLiesOn(mesh, parameter));
+    local_check.Update(CheckIsWhole(parameter));
   }
   LORA_RETURN_IF_ERROR(AgreeOn(mesh,
                                absl::StrCat("the broadcast from rank ", root),
                                replicated, local_check));
 
-  const std::vector<Bucket> buckets = MakeBuckets(replicated);
-  for (const Bucket& bucket : buckets) {
-    for (size_t i = 0; i < bucket.parameters.size(); ++i) {
-      bucket.slices[i].copy_(bucket.parameters[i]->parameter);
-    }
-    LORA_RETURN_IF_ERROR(BroadcastBucket(mesh, bucket, root));
+  std::vector<GradientSpec> specs;
+  std::vector<at::Tensor> tensors;
+  for (const DistributedParameter& parameter : replicated) {
+    specs.push_back(SpecOf(parameter.name, parameter.parameter, "", ""));
+    tensors.push_back(parameter.parameter);
   }
-  for (const Bucket& bucket : buckets) {
-    for (size_t i = 0; i < bucket.parameters.size(); ++i) {
-      bucket.parameters[i]->parameter.copy_(bucket.slices[i]);
+  LORA_ASSIGN_OR_RETURN(const GradientBucketPlan plan,
+                        PlanGradientBuckets(specs));
+  c10d::ProcessGroup& group = *mesh.group();
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  // Nothing is written before every collective went through.
+  std::vector<std::pair<at::Tensor, at::Tensor>> received;
+  for (const GradientBucket& bucket : plan.buckets) {
+    const at::Tensor flat = at::empty(
+        {bucket.numel},
+        tensors[bucket.slices[0].index].options().requires_grad(false));
+    const std::vector<at::Tensor> views =
+        internal::SliceViews(bucket, flat, tensors);
+    for (size_t i = 0; i < views.size(); ++i) {
+      const at::Tensor& parameter = tensors[bucket.slices[i].index];
+      views[i].copy_(parameter);
+      received.emplace_back(parameter, views[i]);
     }
+    std::vector<at::Tensor> sent = {flat};
+    LORA_RETURN_IF_ERROR(internal::RunCollective(
+        group,
+        absl::StrCat(
+            mesh.RankString(), ": ",
+            NameCollective("broadcast", views.size(), bucket.slices[0].name)),
+        [&] { return group.broadcast(sent, options); }));
   }
+  for (const auto& [parameter, value] : received) parameter.copy_(value);
   return absl::OkStatus();
 }
 

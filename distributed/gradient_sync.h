@@ -1,39 +1,46 @@
-// Averages the gradients of replicated parameters over the ranks, after the
-// backward passes of a step and before clipping:
+// Makes the gradients of distributed parameters complete, after the backward
+// passes of a step and before clipping: averages over data, sums over tensor
+// parallelism, as each parameter's layout says. No rank can skip it, whatever
+// layers its loss used.
 //
 //   std::vector<DistributedParameter> parameters = {
 //       {"to_q.lora_A", lora_a, ParameterLayout::Replicated(mesh)}};
 //   LORA_RETURN_IF_ERROR(BroadcastParameters(*mesh, parameters));  // once
-//   loss.backward();
-//   LORA_ASSIGN_OR_RETURN(int64_t synchronized,
-//                         AverageReplicatedGradients(*mesh, parameters));
+//   LORA_ASSIGN_OR_RETURN(auto sync, GradientSync::Create(mesh, parameters));
+//   for (...) {
+//     sync->ZeroGrad();  // instead of optimizer.zero_grad()
+//     loss.backward();
+//     LORA_ASSIGN_OR_RETURN(int64_t synchronized, sync->Sync());
+//     // clip, optimizer step
+//   }
 //
-// Both functions are collective over the whole mesh: every rank calls them,
-// whatever its loss used and even if it has no parameter. The ranks first
-// compare the names, shapes, dtypes and kinds of device of what they are about
-// to send, in order. Where these differ, every rank returns the same
-// kFailedPrecondition, which says what is on which ranks alone; so does a
-// parameter or gradient that can't be sent, for which the rank that has it
-// would alone return kInvalidArgument. A peer that is lost or does not answer
-// in the group's timeout: kUnavailable or kDeadlineExceeded with the mesh and
-// the first parameter of the failed collective. After any error the parameters
-// and gradients are what they were.
+// ReduceGradients() does the same once, and keeps nothing.
 //
-// A parameter takes part if its layout has a mesh and replicates it over some
-// dimension; it then has to be the mesh that is passed, and all of its
-// dimensions, else kInvalidArgument. Others are skipped. A parameter may be
-// listed twice.
+// All of these are collective over the whole mesh: every rank calls them in the
+// same order, even if it has no parameter. Where the ranks' parameters differ,
+// every rank returns the same kFailedPrecondition, which says what is on which
+// ranks alone; so it does for a parameter that can't be sent, for which the
+// rank that has it would alone return kInvalidArgument. A peer that is lost or
+// does not answer in the group's timeout: kUnavailable or kDeadlineExceeded
+// with the mesh and the first parameter of the failed collective.
+//
+// A parameter takes part if it requires grad and its layout, which must be of
+// the mesh that is passed, reduces its gradient over some dimension. Others are
+// skipped and not counted. One that is listed twice is reduced once.
 #ifndef TRAINER_LORA_DISTRIBUTED_GRADIENT_SYNC_H_
 #define TRAINER_LORA_DISTRIBUTED_GRADIENT_SYNC_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "distributed/device_mesh.h"
+#include "distributed/gradient_bucket.h"
 #include "distributed/parameter_layout.h"
 
 namespace trainer_lora::distributed {
@@ -46,19 +53,118 @@ struct DistributedParameter {
   ParameterLayout layout;
 };
 
-// Replaces the gradient of each replicated parameter that requires one by its
-// average over all ranks of the mesh: the sum, in the parameter's dtype,
-// divided by their number. kInvalidArgument for a layout that asks for another
-// reduction over one of the dimensions. A rank without the gradient contributes
-// zeros, and has the gradient afterwards. Writes into existing gradients, so
-// views of them stay valid, and keeps their dtype. Doing it twice changes
-// nothing; a micro-batch may be accumulated on top in between. Returns the
-// number of parameters that were synchronized, which is the same on every rank.
-absl::StatusOr<int64_t> AverageReplicatedGradients(
+struct GradientSyncOptions {
+  // The gradients lie in buffers of at most this size (distributed/
+  // gradient_bucket.h), each of which is one collective.
+  int64_t bucket_bytes = kDefaultBucketBytes;
+  // Reduces gradients of a narrower type in float32, rounded once afterwards.
+  bool reduce_in_float32 = false;
+  // Starts the reduction of a buffer during the backward pass, as soon as all
+  // of its gradients are there and those of the buffers before it; the order is
+  // the same on every rank. The results are the same bits as without. Each
+  // parameter then gets one backward pass between Sync() calls; further ones,
+  // for accumulation, go before it into a NoSyncScope. From that pass to Sync()
+  // the ranks make no other collective over the mesh: how much of the reduction
+  // has started by then differs between them.
+  bool overlap_backward = false;
+};
+
+// What the last Sync() did on this rank.
+struct GradientSyncStatistics {
+  int64_t parameters = 0;
+  // The sum over the collectives of what this rank passed to each.
+  int64_t bytes = 0;
+  int64_t collectives = 0;
+  // Buffers whose reduction started during the backward pass.
+  int64_t overlapped_buckets = 0;
+  // Gradients that were no view of their buffer, and were copied into it.
+  int64_t copied_gradients = 0;
+  // Of the parameters that had no gradient, which counted as zero.
+  std::vector<std::string> zero_filled;
+  // From the call of Sync() to its return.
+  double seconds = 0;
+};
+
+// Keeps the gradients of a set of parameters in a few flat buffers, and reduces
+// these. A parameter's gradient is a view of its buffer after Create(),
+// ZeroGrad() and Sync(): the backward pass accumulates in place, and nothing is
+// copied. A gradient that was replaced meanwhile is copied into its place; one
+// that was set to none counts as zero.
+//
+// Not thread-safe. Parameters keep their gradients when this is destroyed.
+class GradientSync {
+ public:
+  // Collective. Compares the parameters over the mesh, plans the buffers and
+  // gives each parameter that takes part its view, with the gradient that it
+  // had. kInvalidArgument for a null mesh, a bucket size below 1 or a parameter
+  // that has a hook for accumulated gradients already, which overlap needs.
+  static absl::StatusOr<std::unique_ptr<GradientSync>> Create(
+      std::shared_ptr<const DeviceMesh> mesh,
+      std::vector<DistributedParameter> parameters,
+      const GradientSyncOptions& options = {});
+
+  ~GradientSync();
+  GradientSync(const GradientSync&) = delete;
+  GradientSync& operator=(const GradientSync&) = delete;
+
+  // Collective. Reduces all gradients; afterwards each parameter has one, the
+  // same on all ranks that hold it. Returns the number of parameters.
+  //
+  // A second call without ZeroGrad() in between averages again, which changes
+  // nothing, and a micro-batch may be accumulated on top before it. A summed
+  // gradient would be summed twice: kFailedPrecondition.
+  // kFailedPrecondition also if a parameter's shape, dtype, device or
+  // requires_grad is another than at Create(): that wants Replace(). The ranks
+  // that reduce a gradient with this one then get an error too.
+  // After any error the gradients are undefined, and all later calls fail.
+  absl::StatusOr<int64_t> Sync();
+
+  // Makes every gradient zero, as a view of its buffer. Not collective.
+  void ZeroGrad();
+
+  // Collective. Goes on with another set of parameters, or with the same after
+  // they changed. Errors as in Create(); this object is then as it was.
+  absl::Status Replace(std::vector<DistributedParameter> parameters);
+
+  // While one lives, backward passes accumulate alone, and start no reduction.
+  class NoSyncScope {
+   public:
+    explicit NoSyncScope(GradientSync& sync);
+    ~NoSyncScope();
+    NoSyncScope(const NoSyncScope&) = delete;
+    NoSyncScope& operator=(const NoSyncScope&) = delete;
+
+   private:
+    GradientSync& sync_;
+  };
+
+  const GradientSyncStatistics& statistics() const;
+
+  // The buffers, as GradientBucketPlan prints them.
+  std::string ToString() const;
+
+ private:
+  class Impl;
+  friend absl::StatusOr<int64_t> ReduceGradients(
+      const DeviceMesh& mesh,
+      absl::Span<const DistributedParameter> parameters);
+  explicit GradientSync(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// Collective. Reduces the gradients of `parameters` once, through buffers of
+// its own. Writes into existing gradients, so views of them stay valid, and
+// keeps their dtype. Averaging twice changes nothing; summing twice does, and
+// is not noticed. Returns the number of parameters. After an error the
+// gradients are what they were.
+absl::StatusOr<int64_t> ReduceGradients(
     const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters);
 
-// Copies rank `root`'s values of the replicated parameters into those of every
-// other rank, in place. `root` is in [0, mesh.size()), else kInvalidArgument.
+// Collective. Copies rank `root`'s values of the parameters that are replicated
+// over the whole mesh into those of every other rank, in place, whether they
+// require grad or not. kInvalidArgument for one that is sharded; after an error
+// the parameters are what they were. `root` is in [0, mesh.size()), else
+// kInvalidArgument.
 absl::Status BroadcastParameters(
     const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters,
     int root = 0);

@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "config/internal/status_macros.h"
-#include "distributed/gradient_sync.h"
 #include "distributed/parameter_layout.h"
 #include "lora/layer_replacement.h"
 #include "lora/lora_adapter.h"
@@ -55,22 +54,28 @@ absl::Status ReplicateLoraParameters(torch::nn::Module& model,
   return absl::OkStatus();
 }
 
-absl::StatusOr<int64_t> SyncReplicatedLoraGradients(
-    const torch::nn::Module& model) {
-  std::shared_ptr<const DeviceMesh> mesh;
+std::vector<DistributedParameter> LoraParameters(const torch::nn::Module& model,
+                                                 absl::string_view prefix) {
   std::vector<DistributedParameter> parameters;
   const auto add = [&](std::string name, at::Tensor parameter,
                        const std::optional<ParameterLayout>& layout) {
     if (!layout.has_value()) return;
-    if (mesh == nullptr) mesh = layout->mesh;
     parameters.push_back({std::move(name), std::move(parameter), *layout});
   };
   for (const auto& [name, layer] : AdaptedLayers(model)) {
-    add(absl::StrCat(name, ".lora_A"), layer->lora_A(), layer->lora_A_layout());
-    add(absl::StrCat(name, ".lora_B"), layer->lora_B(), layer->lora_B_layout());
+    add(absl::StrCat(prefix, name, ".lora_A"), layer->lora_A(),
+        layer->lora_A_layout());
+    add(absl::StrCat(prefix, name, ".lora_B"), layer->lora_B(),
+        layer->lora_B_layout());
   }
-  if (mesh == nullptr) return 0;
-  return distributed::AverageReplicatedGradients(*mesh, parameters);
+  return parameters;
+}
+
+absl::StatusOr<int64_t> SyncReplicatedLoraGradients(
+    const torch::nn::Module& model) {
+  const std::vector<DistributedParameter> parameters = LoraParameters(model);
+  if (parameters.empty()) return 0;
+  return distributed::ReduceGradients(*parameters[0].layout.mesh, parameters);
 }
 
 }  // namespace trainer_lora::lora

@@ -15,11 +15,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "config/language_version.h"
 #include "distributed/device_mesh.h"
+#include "distributed/gradient_sync.h"
 
 namespace torch::nn {
 class Module;
@@ -39,13 +42,23 @@ absl::Status ReplicateLoraParameters(
     torch::nn::Module& model,
     std::shared_ptr<const distributed::DeviceMesh> mesh);
 
-// Averages the gradient of every replicated adapter parameter that requires
-// grad over its mesh; a rank without the gradient contributes zeros and has it
-// afterwards. Call it on every rank, after the backward passes of a step and
-// before clipping. Doing it twice changes nothing, and gradients of a further
-// micro-batch may be accumulated on top in between. Returns the number of
-// parameters synchronized: 0, without a collective, for a model that was not
-// replicated. Errors as above; the gradients are then as they were.
+// The adapter parameters of `model` that have a layout, in the model's order,
+// as distributed::GradientSync wants them. `prefix`, such as "student.", goes
+// before each name: several models or roles can then share one GradientSync.
+std::vector<distributed::DistributedParameter> LoraParameters(
+    const torch::nn::Module& model, absl::string_view prefix = "");
+
+// Completes the gradient of every adapter parameter that requires grad, as its
+// layout says: the average over its mesh, for one that was replicated. A rank
+// without the gradient contributes zeros and has it afterwards. Call it on
+// every rank, after the backward passes of a step and before clipping.
+// Averaging twice changes nothing, and gradients of a further micro-batch may
+// be accumulated on top in between. Returns the number of parameters
+// synchronized: 0, without a collective, for a model that was not replicated.
+// Errors as above; the gradients are then as they were.
+//
+// This plans and copies anew each time; a distributed::GradientSync of
+// LoraParameters(model), made once, does neither.
 absl::StatusOr<int64_t> SyncReplicatedLoraGradients(
     const torch::nn::Module& model);
 

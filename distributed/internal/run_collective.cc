@@ -32,12 +32,11 @@ c10::intrusive_ptr<c10d::Work> StartCollective(
   return start();
 }
 
-absl::Status RunCollective(
-    const c10d::ProcessGroup& group, const std::string& what,
-    const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
+absl::Status CallCollective(const std::string& what,
+                            const std::function<void()>& call) {
   const std::string context = absl::StrCat(what, " failed");
   try {
-    StartCollective(group, start)->wait();
+    call();
     return absl::OkStatus();
   } catch (const c10::DistError& exception) {
     return StatusFromException(exception, context);
@@ -49,6 +48,12 @@ absl::Status RunCollective(
   } catch (const std::exception& exception) {
     return StatusFromException(exception, context);
   }
+}
+
+absl::Status RunCollective(
+    const c10d::ProcessGroup& group, const std::string& what,
+    const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
+  return CallCollective(what, [&] { StartCollective(group, start)->wait(); });
 }
 
 std::string ErrorMessage(const std::exception& exception) {

@@ -27,11 +27,15 @@ c10::intrusive_ptr<c10d::Work> StartCollective(
     const c10d::ProcessGroup& group,
     const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
 
-// Starts a collective of `group` and waits for it. `what` says in an error who
-// wanted what, such as "DeviceMesh(replicate=2), rank 1: all-reduce of 2
-// gradients". kFailedPrecondition for what the group can't do at all (or no
-// longer, as its resources were released), else as StatusFromException; after
-// an error the group is broken on this rank.
+// Calls `call`, which starts a collective or waits for one. `what` says in an
+// error who wanted what, such as "DeviceMesh(replicate=2), rank 1: all-reduce
+// of 2 gradients". kFailedPrecondition for what the group can't do at all (or
+// no longer, as its resources were released), else as StatusFromException;
+// after an error the group is broken on this rank.
+absl::Status CallCollective(const std::string& what,
+                            const std::function<void()>& call);
+
+// Starts a collective of `group` and waits for it. Errors as CallCollective.
 absl::Status RunCollective(
     const c10d::ProcessGroup& group, const std::string& what,
     const std::function<c10::intrusive_ptr<c10d::Work>()>& start);

@@ -162,7 +162,7 @@ TEST(MultiProcessTest, DISABLED_Rank) {
   if (mesh->rank() != 2) {
     parameters[0].parameter.mutable_grad() = at::full({2}, mesh->rank() + 1.0f);
   }
-  ASSERT_THAT(AverageReplicatedGradients(*mesh, parameters), IsOk());
+  ASSERT_THAT(ReduceGradients(*mesh, parameters), IsOk());
   const at::Tensor average = at::full({2}, 1.0f);  // (1 + 2 + 0) / 3
   EXPECT_TRUE(at::equal(parameters[0].parameter.grad(), average));
 
@@ -172,7 +172,7 @@ TEST(MultiProcessTest, DISABLED_Rank) {
   }
   if (mesh->rank() == 1) raise(SIGKILL);
   EXPECT_THAT(
-      AverageReplicatedGradients(*mesh, parameters),
+      ReduceGradients(*mesh, parameters),
       AnyOf(StatusIs(absl::StatusCode::kUnavailable, HasSubstr("q.lora_A")),
             StatusIs(absl::StatusCode::kDeadlineExceeded,
                      HasSubstr("q.lora_A"))));

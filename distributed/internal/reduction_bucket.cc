@@ -1,0 +1,128 @@
+#include "distributed/internal/reduction_bucket.h"
+
+#include <functional>
+#include <utility>
+
+#include "ATen/ops/empty.h"
+#include "ATen/ops/zeros.h"
+#include "ATen/record_function.h"
+#include "absl/strings/str_cat.h"
+#include "config/internal/status_macros.h"
+#include "distributed/device_mesh.h"
+#include "distributed/internal/run_collective.h"
+#include "distributed/placement.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/Work.hpp"
+
+namespace trainer_lora::distributed::internal {
+namespace {
+
+using Groups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
+
+// One group over all of `dims`, if the mesh has it.
+bool AppendOneGroup(const DeviceMesh& mesh, const std::vector<int64_t>& dims,
+                    Groups& groups) {
+  if (dims.empty()) return true;
+  auto group = mesh.GroupOver(dims);
+  if (!group.ok()) return false;
+  groups.push_back(*std::move(group));
+  return true;
+}
+
+// Else a group a dimension.
+void AppendGroups(const DeviceMesh& mesh, const std::vector<int64_t>& dims,
+                  Groups& groups) {
+  if (AppendOneGroup(mesh, dims, groups)) return;
+  for (const int64_t dim : dims) groups.push_back(mesh.group(dim));
+}
+
+bool IsNarrow(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+}  // namespace
+
+Reduction ReductionOf(const ParameterLayout& layout) {
+  const DeviceMesh& mesh = *layout.mesh;
+  const auto averaged = layout.ReducedDims(GradientReduction::kAverage);
+  const auto summed = layout.ReducedDims(GradientReduction::kSum);
+  std::vector<int64_t> all = averaged;
+  all.insert(all.end(), summed.begin(), summed.end());
+
+  Groups groups;
+  if (!AppendOneGroup(mesh, all, groups)) {
+    AppendGroups(mesh, summed, groups);
+    AppendGroups(mesh, averaged, groups);
+  }
+  Reduction reduction;
+  for (auto& group : groups) {
+    if (group->getSize() > 1) reduction.groups.push_back(std::move(group));
+  }
+  for (const int64_t dim : averaged) reduction.divisor *= mesh.size(dim);
+  return reduction;
+}
+
+std::vector<at::Tensor> SliceViews(const GradientBucket& bucket,
+                                   const at::Tensor& flat,
+                                   const std::vector<at::Tensor>& like) {
+  std::vector<at::Tensor> views;
+  views.reserve(bucket.slices.size());
+  for (const GradientSlice& slice : bucket.slices) {
+    views.push_back(flat.narrow(0, slice.offset, slice.numel)
+                        .view(like[slice.index].sizes()));
+  }
+  return views;
+}
+
+ReductionBucket::ReductionBucket(GradientBucket bucket, Reduction reduction,
+                                 const std::vector<at::Tensor>& like,
+                                 bool reduce_in_float32,
+                                 const std::string& context)
+    : bucket_(std::move(bucket)),
+      reduction_(std::move(reduction)),
+      what_(absl::StrCat(context, ": gradient all-reduce of ",
+                         bucket_.slices.size(), " parameters, the first ",
+                         bucket_.slices.front().name)) {
+  const at::TensorOptions options =
+      like[bucket_.slices.front().index].options().requires_grad(false);
+  // The flag has a cache line of its own, as every gradient.
+  const int64_t numel =
+      bucket_.numel + kGradientAlignmentBytes / bucket_.key.element_size;
+  flat_ = at::zeros({numel}, options);
+  views_ = SliceViews(bucket_, flat_, like);
+  reduced_ = reduce_in_float32 && IsNarrow(flat_.scalar_type())
+                 ? at::zeros({numel}, options.dtype(at::kFloat))
+                 : flat_;
+  unhealthy_ranks_ = reduced_.narrow(0, bucket_.numel, 1);
+}
+
+absl::Status ReductionBucket::Start(bool healthy) {
+  RECORD_FUNCTION("trainer_lora::gradient_sync::start", {});
+  if (!reduced_.is_same(flat_)) reduced_.copy_(flat_);
+  unhealthy_ranks_.fill_(healthy ? 0 : 1);
+  return reduction_.groups.empty() ? absl::OkStatus() : StartStage(0);
+}
+
+absl::Status ReductionBucket::StartStage(size_t stage) {
+  c10d::ProcessGroup& group = *reduction_.groups[stage];
+  return CallCollective(what_, [&] {
+    std::vector<at::Tensor> tensors = {reduced_};
+    work_ = StartCollective(group, [&] { return group.allreduce(tensors); });
+  });
+}
+
+absl::StatusOr<bool> ReductionBucket::Finish() {
+  RECORD_FUNCTION("trainer_lora::gradient_sync::finish", {});
+  for (size_t stage = 0; stage < reduction_.groups.size(); ++stage) {
+    if (stage > 0) LORA_RETURN_IF_ERROR(StartStage(stage));
+    LORA_RETURN_IF_ERROR(CallCollective(what_, [&] { work_->wait(); }));
+  }
+  const bool healthy = unhealthy_ranks_.item<double>() == 0;
+  // Sum and division, not c10d's AVG: two ranks then give the bits of one that
+  // accumulated both gradients and divided.
+  if (reduction_.divisor > 1) reduced_.div_(reduction_.divisor);
+  if (!reduced_.is_same(flat_)) flat_.copy_(reduced_);
+  return healthy;
+}
+
+}  // namespace trainer_lora::distributed::internal

@@ -1,0 +1,89 @@
+// One flat buffer of gradients on its way through the collectives that complete
+// them.
+#ifndef TRAINER_LORA_DISTRIBUTED_INTERNAL_REDUCTION_BUCKET_H_
+#define TRAINER_LORA_DISTRIBUTED_INTERNAL_REDUCTION_BUCKET_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "c10/util/intrusive_ptr.h"
+#include "distributed/gradient_bucket.h"
+#include "distributed/parameter_layout.h"
+
+namespace c10d {
+class ProcessGroup;
+class Work;
+}  // namespace c10d
+
+namespace trainer_lora::distributed::internal {
+
+// The sums, one after the other, and the division that complete a gradient.
+struct Reduction {
+  // None has a single rank. One where the mesh has a group over all that is
+  // reduced; else one for the sum and one for the average, or one a dimension.
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
+  int64_t divisor = 1;
+};
+
+Reduction ReductionOf(const ParameterLayout& layout);
+
+// For each slice of `bucket` its view of `flat`, of shape shapes[slice.index].
+std::vector<at::Tensor> SliceViews(const GradientBucket& bucket,
+                                   const at::Tensor& flat,
+                                   const std::vector<at::Tensor>& like);
+
+// Not thread-safe.
+class ReductionBucket {
+ public:
+  // `like` has, for each index of a slice, a tensor of the gradient's shape,
+  // dtype and device; `context` says in errors who reduces, such as
+  // "DeviceMesh(replicate=2), rank 1".
+  ReductionBucket(GradientBucket bucket, Reduction reduction,
+                  const std::vector<at::Tensor>& like, bool reduce_in_float32,
+                  const std::string& context);
+
+  const GradientBucket& bucket() const { return bucket_; }
+  // In the order of the bucket's slices. They stay the same tensors.
+  const std::vector<at::Tensor>& views() const { return views_; }
+
+  void Zero() { flat_.zero_(); }
+
+  // Starts the first collective. `healthy` is false on a rank that can't answer
+  // for its gradients: it takes part all the same, so that no other waits for
+  // it, and they all learn of it.
+  absl::Status Start(bool healthy);
+
+  // Waits, goes through the other collectives and divides. Returns whether
+  // every rank was healthy. Start() must have gone before.
+  absl::StatusOr<bool> Finish();
+
+  int64_t num_collectives() const {
+    return static_cast<int64_t>(reduction_.groups.size());
+  }
+  // What one collective sends.
+  int64_t bytes() const {
+    return reduced_.numel() * static_cast<int64_t>(reduced_.element_size());
+  }
+
+ private:
+  absl::Status StartStage(size_t stage);
+
+  GradientBucket bucket_;
+  Reduction reduction_;
+  std::string what_;
+  // The gradients, and after them the number of ranks that are not healthy.
+  at::Tensor flat_;
+  std::vector<at::Tensor> views_;
+  // What is sent: flat_ itself, or a copy of it in float32.
+  at::Tensor reduced_;
+  at::Tensor unhealthy_ranks_;  // A view of reduced_.
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+}  // namespace trainer_lora::distributed::internal
+
+#endif  // TRAINER_LORA_DISTRIBUTED_INTERNAL_REDUCTION_BUCKET_H_
