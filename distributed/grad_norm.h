@@ -8,6 +8,8 @@
 #include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "distributed/device_mesh.h"
+#include "distributed/gradient_sync.h"
 
 namespace trainer_lora::distributed {
 
@@ -24,6 +26,21 @@ namespace trainer_lora::distributed {
 // kInvalidArgument unless max_norm > 0; infinity only measures.
 absl::StatusOr<double> ClipGradNorm(absl::Span<const at::Tensor> parameters,
                                     double max_norm);
+
+// The same for parameters that lie on a mesh, sharded or not: the norm is that
+// of the whole gradient, in which a value that several ranks hold counts once,
+// and it is the same bits on every rank. So every rank scales by the same
+// factor; and if a gradient of any rank is infinite or NaN, every rank gets a
+// norm that is not finite, and can skip the step. Gradients are complete, as
+// GradientSync leaves them.
+//
+// Collective over the mesh: every rank calls it, even if it has no parameter.
+// kInvalidArgument also for a parameter whose layout is not of `mesh`: the
+// other ranks then get NaN. kUnavailable or kDeadlineExceeded if a peer is lost
+// or does not answer.
+absl::StatusOr<double> ClipGradNorm(
+    const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters,
+    double max_norm);
 
 }  // namespace trainer_lora::distributed
 

@@ -6,14 +6,23 @@
 
 #include "ATen/ATen.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "c10/util/intrusive_ptr.h"
+#include "distributed/device_mesh.h"
+#include "distributed/gradient_sync.h"
+#include "distributed/parameter_layout.h"
+#include "distributed/placement.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testutil/status_matchers.h"
+#include "tests/testutil/thread_ranks.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 
 namespace trainer_lora::distributed {
 namespace {
 
 using ::testing::HasSubstr;
+using ::trainer_lora::testutil::RunRanks;
 using ::trainer_lora::testutil::StatusIs;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -87,6 +96,68 @@ TEST(ClipGradNormTest, RefusesAMaximumThatIsNotPositive) {
         ClipGradNorm({}, max_norm),
         StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("max_norm")));
   }
+}
+
+// A vector over three kinds of placement: each of its values counts once.
+TEST(DistributedClipGradNormTest, EachValueCountsOnceWhereverItLies) {
+  RunRanks(4, [](int rank, c10::intrusive_ptr<c10d::ProcessGroup> group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const auto mesh,
+        DeviceMesh::Create(group, {{"data", 2}, {"tensor", 2}}));
+    const auto parameter = [&](const std::vector<float>& gradient,
+                               Placement data, Placement tensor) {
+      return DistributedParameter{"p", ParameterWithGradient(gradient),
+                                  ParameterLayout{mesh, {data, tensor}}};
+    };
+    const Placement replicated = Placement::Replicate();
+    const Placement summed = Placement::Replicate(GradientReduction::kSum);
+    const float tensor = static_cast<float>(rank % 2);
+    const std::vector<DistributedParameter> parameters = {
+        parameter({1, 2}, replicated, replicated),
+        parameter({2}, replicated, summed),
+        // [4, 6] in two shards, on both data ranks.
+        parameter({4 + 2 * tensor}, replicated, Placement::Shard(0)),
+        // [1, 2, 3, 4] in four.
+        parameter({1.0f + rank}, Placement::Shard(0), Placement::Shard(0))};
+    const double expected = std::sqrt(1 + 4 + 4 + 16 + 36 + 1 + 4 + 9 + 16.0);
+    LORA_ASSERT_OK_AND_ASSIGN(const double norm,
+                              ClipGradNorm(*mesh, parameters, 1.0));
+    EXPECT_DOUBLE_EQ(norm, expected);
+    EXPECT_FLOAT_EQ(parameters[2].parameter.grad().item<float>(),
+                    (4 + 2 * tensor) / (expected + 1e-6));
+  });
+}
+
+TEST(DistributedClipGradNormTest, OneRanksNanIsEveryRanksNan) {
+  RunRanks(2, [](int rank, c10::intrusive_ptr<c10d::ProcessGroup> group) {
+    LORA_ASSERT_OK_AND_ASSIGN(const auto mesh, DeviceMesh::Create(group));
+    const std::vector<DistributedParameter> parameters = {
+        {"p", ParameterWithGradient({rank == 0 ? std::nanf("") : 3.0f}),
+         ParameterLayout{mesh, {Placement::Shard(0)}}}};
+    LORA_ASSERT_OK_AND_ASSIGN(const double norm,
+                              ClipGradNorm(*mesh, parameters, 1.0));
+    EXPECT_FALSE(std::isfinite(norm));
+    if (rank == 1) {
+      EXPECT_EQ(parameters[0].parameter.grad().item<float>(), 3);
+    }
+  });
+}
+
+TEST(DistributedClipGradNormTest, AnErrorOnOneRankKeepsNobodyWaiting) {
+  RunRanks(2, [](int rank, c10::intrusive_ptr<c10d::ProcessGroup> group) {
+    LORA_ASSERT_OK_AND_ASSIGN(const auto mesh, DeviceMesh::Create(group));
+    std::vector<DistributedParameter> parameters = {
+        {"p", ParameterWithGradient({1}), ParameterLayout::Replicated(mesh)}};
+    if (rank == 0) parameters[0].layout.mesh = nullptr;
+    const absl::StatusOr<double> norm = ClipGradNorm(*mesh, parameters, 1.0);
+    if (rank == 0) {
+      EXPECT_THAT(norm, StatusIs(absl::StatusCode::kInvalidArgument,
+                                 HasSubstr("p does not lie on DeviceMesh")));
+    } else {
+      ASSERT_TRUE(norm.ok()) << norm.status();
+      EXPECT_TRUE(std::isnan(*norm));
+    }
+  });
 }
 
 }  // namespace
