@@ -98,9 +98,16 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Create(
   if (!split.ok()) return split.status();
   absl::StatusOr<BertEncoder> encoder = LoadEncoder(config, files, mesh);
   if (!encoder.ok()) return encoder.status();
-  return std::unique_ptr<Trainer>(
-      new Trainer(config, *std::move(tokenizer), *std::move(split),
-                  *std::move(encoder), std::move(mesh)));
+  std::unique_ptr<Trainer> trainer(new Trainer(config, *std::move(tokenizer),
+                                               *std::move(split),
+                                               *std::move(encoder), mesh));
+  if (mesh != nullptr) {
+    auto sync = distributed::GradientSync::Create(
+        mesh, lora::LoraParameters(*trainer->encoder_));
+    if (!sync.ok()) return sync.status();
+    trainer->gradient_sync_ = *std::move(sync);
+  }
+  return trainer;
 }
 
 Trainer::Trainer(const TrainingConfig& config, WordPieceTokenizer tokenizer,
@@ -129,14 +136,16 @@ absl::StatusOr<StepResult> Trainer::Step() {
   optimizer_.param_groups()[0].options().set_lr(rate);
 
   const double rank_loss = AccumulateGradients();
-  const auto synchronized = lora::SyncReplicatedLoraGradients(*encoder_);
-  if (!synchronized.ok()) return synchronized.status();
+  if (gradient_sync_ != nullptr) {
+    const auto synchronized = gradient_sync_->Sync();
+    if (!synchronized.ok()) return synchronized.status();
+  }
   const auto norm =
       distributed::ClipGradNorm(trainable_, config_.max_grad_norm);
   if (!norm.ok()) return norm.status();
   // The gradients are the same on every rank, so all ranks skip or none.
   if (std::isfinite(*norm)) optimizer_.step();
-  optimizer_.zero_grad();
+  ZeroGrad();
 
   const auto loss = MeanOverRanks(rank_loss);
   if (!loss.ok()) return loss.status();
@@ -144,6 +153,14 @@ absl::StatusOr<StepResult> Trainer::Step() {
   return StepResult{
       *loss, *norm,
       world_size() * config_.gradient_accumulation_steps * config_.batch_size};
+}
+
+void Trainer::ZeroGrad() {
+  if (gradient_sync_ != nullptr) {
+    gradient_sync_->ZeroGrad();
+  } else {
+    optimizer_.zero_grad();
+  }
 }
 
 double Trainer::AccumulateGradients() {

@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "distributed/device_mesh.h"
+#include "distributed/gradient_sync.h"
 #include "examples/sentence_encoder/bert_encoder.h"
 #include "examples/sentence_encoder/retrieval.h"
 #include "examples/sentence_encoder/training_config.h"
@@ -76,6 +77,7 @@ class Trainer {
   // Adds the gradients of the rank's micro-batches of this step, each divided
   // by their number; returns the mean loss.
   double AccumulateGradients();
+  void ZeroGrad();
   at::Tensor MicroBatchLoss(int64_t micro_batch);
   // The pair at place `index` in the endless, shuffled order of the run.
   const GlossPair& PairAt(int64_t index);
@@ -90,6 +92,8 @@ class Trainer {
   std::shared_ptr<const distributed::DeviceMesh> mesh_;  // May be null.
   std::vector<at::Tensor> trainable_;
   torch::optim::AdamW optimizer_;
+  // Null for a single process.
+  std::unique_ptr<distributed::GradientSync> gradient_sync_;
   int64_t steps_done_ = 0;
   int64_t epoch_ = -1;
   std::vector<int64_t> epoch_order_;

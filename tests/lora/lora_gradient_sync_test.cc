@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "config/lora_config.h"
 #include "distributed/device_mesh.h"
+#include "distributed/gradient_sync.h"
 #include "distributed/process_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -205,6 +206,38 @@ TEST(ReplicateLoraParametersTest, RefusesANullMeshAndAModelWithoutAdapters) {
     EXPECT_THAT(ReplicateLoraParameters(plain, MeshOf(group)),
                 StatusIs(absl::StatusCode::kInvalidArgument,
                          HasSubstr("no LoRA adapter")));
+  });
+}
+
+// Two roles share one synchronization, in one order on every rank.
+TEST(LoraParametersTest, RolesShareAGradientSync) {
+  RunRanks(2, [](int rank, Group group) {
+    const auto mesh = MeshOf(group);
+    const auto student = AdaptedModel(1);
+    const auto critic = AdaptedModel(2, {"to_v"});
+    EXPECT_TRUE(LoraParameters(*student).empty());
+    ASSERT_THAT(ReplicateLoraParameters(*student, mesh), IsOk());
+    ASSERT_THAT(ReplicateLoraParameters(*critic, mesh), IsOk());
+    std::vector<distributed::DistributedParameter> parameters =
+        LoraParameters(*student, "student.");
+    for (auto& parameter : LoraParameters(*critic, "critic.")) {
+      parameters.push_back(std::move(parameter));
+    }
+    ASSERT_EQ(parameters.size(), 6);
+    EXPECT_EQ(parameters[1].name, "student.to_q.lora_B");
+    EXPECT_EQ(parameters[4].name, "critic.to_v.lora_A");
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const auto sync, distributed::GradientSync::Create(mesh, parameters));
+    // Each rank trains another role.
+    (rank == 0 ? student->to_q : critic->to_v)(at::ones({1, 5}))
+        .sum()
+        .backward();
+    LORA_ASSERT_OK_AND_ASSIGN(const int64_t count, sync->Sync());
+    EXPECT_EQ(count, 6);
+    for (const auto& parameter : parameters) {
+      EXPECT_TRUE(parameter.parameter.grad().defined()) << parameter.name;
+    }
+    EXPECT_EQ(sync->statistics().collectives, 1);
   });
 }
 
