@@ -21,7 +21,6 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::ContainsRegex;
-using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -96,7 +95,8 @@ TEST(TrainTest, TwoRanksTrainAndLeaveAnAdapter) {
   EXPECT_EQ(result.exit_code, 0) << result.output;
   EXPECT_THAT(
       result.output,
-      AllOf(ContainsRegex("student +12 \\(12 of rank 4\\) +22,602,240 +36,864 +0.16 %"),
+      AllOf(ContainsRegex(
+                "student +12 \\(12 of rank 4\\) +22,602,240 +36,864 +0.16 %"),
             ContainsRegex("held-out before: recall@1 [0-9.]+, MRR [0-9.]+"),
             ContainsRegex("step 2/2  loss [0-9.]+  grad norm [0-9.]+  [0-9.]+ "
                           "examples/s  0:00 left"),
