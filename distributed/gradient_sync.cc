@@ -481,6 +481,15 @@ void GradientSync::Impl::OnAccumulated(size_t index) {
   entry.is_ready = true;
   --missing_[entry.bucket];
   const at::NoGradGuard no_grad;
+  // Autograd made a new gradient where there was none, as after an optimizer's
+  // zero_grad(). What can't be copied is for Collect() to say.
+  if (!HasView(entry) && entry.state.IsThatOf(entry.parameter) &&
+      CheckGradient(entry.name, entry.parameter).ok()) {
+    entry.view.copy_(entry.parameter.grad());
+    entry.parameter.mutable_grad() = entry.view;
+    entry.is_summed = false;
+    ++current_.copied_gradients;
+  }
   while (next_bucket_ < buckets_.size() && missing_[next_bucket_] == 0) {
     ++current_.overlapped_buckets;
     broken_ = StartNext(backward_error_);
