@@ -529,6 +529,23 @@ TEST(GradientSyncTest, OverlapStartsBuffersDuringTheBackwardPass) {
   });
 }
 
+TEST(GradientSyncTest, OverlapTakesGradientsThatTheBackwardPassMakesAnew) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "p", {2})};
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const auto sync,
+        GradientSync::Create(mesh, parameters, WithBuckets(64, true)));
+    for (int step = 0; step < 2; ++step) {
+      SetGradient(parameters[0], at::Tensor());  // optimizer.zero_grad()
+      parameters[0].parameter.sum().mul(rank == 0 ? 1.0f : 3.0f).backward();
+      ASSERT_THAT(sync->Sync(), IsOk());
+      EXPECT_EQ(sync->statistics().overlapped_buckets, 1);
+      EXPECT_EQ(sync->statistics().copied_gradients, 1);
+      EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::full({2}, 2.0f)));
+    }
+  });
+}
+
 TEST(GradientSyncTest, OverlapRefusesASecondBackwardPass) {
   RunMeshRanks(2, [](int, MeshPtr mesh) {
     const Parameters parameters = {Replicated(mesh, "a", {16})};
