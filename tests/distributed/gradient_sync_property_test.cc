@@ -566,14 +566,14 @@ TEST_P(GradientSyncPropertyTest, EqualsALoopOverParametersInFloat64) {
 
 INSTANTIATE_TEST_SUITE_P(
     Meshes, GradientSyncPropertyTest,
-    testing::Values(Case{"One", {1}, false, 30}, Case{"Two", {2}, false, 40},
-                    Case{"Three", {3}, false, 30}, Case{"Four", {4}, false, 20},
-                    Case{"TwoByTwo", {2, 2}, false, 24},
-                    Case{"TwoByFour", {2, 4}, false, 8},
-                    Case{"TwoByOneByTwo", {2, 1, 2}, false, 12},
-                    Case{"OverlapTwo", {2}, true, 30},
-                    Case{"OverlapThree", {3}, true, 20},
-                    Case{"OverlapTwoByTwo", {2, 2}, true, 12}),
+    testing::Values(Case{"One", {1}, false, 20}, Case{"Two", {2}, false, 20},
+                    Case{"Three", {3}, false, 16}, Case{"Four", {4}, false, 12},
+                    Case{"TwoByTwo", {2, 2}, false, 16},
+                    Case{"TwoByFour", {2, 4}, false, 6},
+                    Case{"TwoByOneByTwo", {2, 1, 2}, false, 8},
+                    Case{"OverlapTwo", {2}, true, 16},
+                    Case{"OverlapThree", {3}, true, 12},
+                    Case{"OverlapTwoByTwo", {2, 2}, true, 10}),
     [](const testing::TestParamInfo<Case>& info) { return info.param.name; });
 
 }  // namespace

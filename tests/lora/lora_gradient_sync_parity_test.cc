@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -124,6 +125,10 @@ Synchronize Persistent(const Model& model, const MeshPtr& mesh,
   return [sync = std::shared_ptr<GradientSync>(*std::move(sync))] {
     return sync->Sync();
   };
+}
+
+void PrintTo(const Case& test_case, std::ostream* out) {
+  *out << test_case.name;
 }
 
 class GradientSyncParityTest : public testing::TestWithParam<Case> {};
