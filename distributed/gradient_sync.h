@@ -111,11 +111,14 @@ class GradientSync {
   // same on all ranks that hold it. Returns the number of parameters.
   //
   // A second call without ZeroGrad() in between averages again, which changes
-  // nothing, and a micro-batch may be accumulated on top before it. A summed
-  // gradient would be summed twice: kFailedPrecondition.
+  // nothing but rounding, and a micro-batch may be accumulated on top before
+  // it. A summed gradient would be summed twice: kFailedPrecondition; not
+  // noticed if a new tensor took the place of the view meanwhile, as it does
+  // after `grad = grad + g` or a backward pass with create_graph.
   // kFailedPrecondition also if a parameter's shape, dtype, device or
   // requires_grad is another than at Create(): that wants Replace(). The ranks
-  // that reduce a gradient with this one then get an error too.
+  // that reduce a gradient with this one then get an error too, unless all of
+  // its reductions have started with overlap: then at the next collective.
   // After any error the gradients are undefined, and all later calls fail.
   absl::StatusOr<int64_t> Sync();
 
@@ -154,9 +157,9 @@ class GradientSync {
 
 // Collective. Reduces the gradients of `parameters` once, through buffers of
 // its own. Writes into existing gradients, so views of them stay valid, and
-// keeps their dtype. Averaging twice changes nothing; summing twice does, and
-// is not noticed. Returns the number of parameters. After an error the
-// gradients are what they were.
+// keeps their dtype. Averaging twice changes nothing but rounding; summing
+// twice does, and is not noticed. Returns the number of parameters. After an
+// error the gradients are what they were.
 absl::StatusOr<int64_t> ReduceGradients(
     const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters);
 

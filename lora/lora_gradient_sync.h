@@ -52,10 +52,10 @@ std::vector<distributed::DistributedParameter> LoraParameters(
 // layout says: the average over its mesh, for one that was replicated. A rank
 // without the gradient contributes zeros and has it afterwards. Call it on
 // every rank, after the backward passes of a step and before clipping.
-// Averaging twice changes nothing, and gradients of a further micro-batch may
-// be accumulated on top in between. Returns the number of parameters
-// synchronized: 0, without a collective, for a model that was not replicated.
-// Errors as above; the gradients are then as they were.
+// Averaging twice changes rounding alone, and gradients of a further
+// micro-batch may be accumulated on top in between. Returns the number of
+// parameters synchronized: 0, without a collective, for a model that was not
+// replicated. Errors as above; the gradients are then as they were.
 //
 // This plans and copies anew each time; a distributed::GradientSync of
 // LoraParameters(model), made once, does neither.
