@@ -31,10 +31,20 @@ def lora_cc_test(name, deps = [], copts = [], size = "small", **kwargs):
         **kwargs
     )
 
-def lora_cc_benchmark(name, srcs, deps = [], copts = [], data = [], args = [], **kwargs):
+def lora_cc_benchmark(
+        name,
+        srcs,
+        deps = [],
+        copts = [],
+        data = [],
+        args = [],
+        smoke_args = [],
+        main = "@com_github_google_benchmark//:benchmark_main",
+        **kwargs):
     """A Google Benchmark binary, and `<name>_smoke_test`, which runs each of its benchmarks once.
 
-    For times: `bazel run -c opt <name>`. The test only says that the benchmarks still work.
+    For times: `bazel run -c opt <name>`. The test only says that the benchmarks still work; `smoke_args` are further
+    arguments for it alone. Sources with a main() of their own set `main` to the library without one.
     """
     native.cc_library(
         name = name + "_lib",
@@ -42,7 +52,7 @@ def lora_cc_benchmark(name, srcs, deps = [], copts = [], data = [], args = [], *
         srcs = srcs,
         copts = _COPTS + copts,
         visibility = ["//visibility:private"],
-        deps = deps + ["@com_github_google_benchmark//:benchmark_main"],
+        deps = deps + [main],
         # Benchmarks register themselves: nothing refers to their objects.
         alwayslink = True,
     )
@@ -58,7 +68,7 @@ def lora_cc_benchmark(name, srcs, deps = [], copts = [], data = [], args = [], *
     native.cc_test(
         name = name + "_smoke_test",
         size = "small",
-        args = args + ["--benchmark_min_time=0"],
+        args = args + smoke_args + ["--benchmark_min_time=0"],
         data = data,
         linkstatic = True,
         deps = [":" + name + "_lib"],
