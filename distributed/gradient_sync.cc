@@ -354,6 +354,10 @@ class GradientSync::Impl {
   std::vector<size_t> missing_;
   // The buckets before it have been started.
   size_t next_bucket_ = 0;
+  // Those of the started buckets whose gradient was no view, and becomes one.
+  // With very many parameters, touching each of them is what a synchronization
+  // costs over its collectives: it happens once.
+  std::vector<Entry*> without_view_;
   // What went wrong during the backward pass.
   absl::Status backward_error_;
   // After an error the ranks may be at different places.
@@ -457,12 +461,15 @@ void GradientSync::Impl::RemoveHooks() {
 }
 
 void GradientSync::Impl::StartOver() {
-  missing_.assign(buckets_.size(), 0);
-  for (Entry& entry : entries_) {
-    entry.is_ready = false;
-    ++missing_[entry.bucket];
+  missing_.clear();
+  for (const ReductionBucket& bucket : buckets_) {
+    missing_.push_back(bucket.bucket().slices.size());
+  }
+  if (options_.overlap_backward) {
+    for (Entry& entry : entries_) entry.is_ready = false;
   }
   next_bucket_ = 0;
+  without_view_.clear();
   backward_error_ = absl::OkStatus();
   current_ = GradientSyncStatistics();
 }
@@ -514,6 +521,7 @@ absl::Status GradientSync::Impl::Collect(Entry& entry, bool is_summed) {
     return absl::OkStatus();
   }
   LORA_RETURN_IF_ERROR(CheckGradient(entry.name, entry.parameter));
+  without_view_.push_back(&entry);
   const at::Tensor& gradient = entry.parameter.grad();
   if (gradient.defined()) {
     entry.view.copy_(gradient);
@@ -584,8 +592,10 @@ absl::StatusOr<int64_t> GradientSync::Impl::Sync() {
   // Taken out, so that whatever ends this call early leaves it broken.
   broken_ = absl::UnknownError("an exception");
   absl::Status error = backward_error_;
-  for (const Entry& entry : entries_) {
-    if (entry.bucket < next_bucket_ && !HasView(entry)) {
+  for (size_t bucket = 0; bucket < next_bucket_; ++bucket) {
+    for (const GradientSlice& slice : buckets_[bucket].bucket().slices) {
+      const Entry& entry = entries_[slice.index];
+      if (HasView(entry)) continue;
       error.Update(absl::FailedPreconditionError(
           absl::StrCat(mesh_->RankString(), ": the gradient of ", entry.name,
                        " was replaced after its reduction had started")));
@@ -611,9 +621,14 @@ absl::StatusOr<int64_t> GradientSync::Impl::Sync() {
   broken_ = status;
   if (!status.ok()) return status;
 
-  for (Entry& entry : entries_) {
-    if (!HasView(entry)) entry.parameter.mutable_grad() = entry.view;
-    entry.is_summed = true;
+  for (Entry* entry : without_view_) {
+    entry->parameter.mutable_grad() = entry->view;
+  }
+  for (const ReductionBucket& bucket : buckets_) {
+    if (!IsSummed(bucket)) continue;
+    for (const GradientSlice& slice : bucket.bucket().slices) {
+      entries_[slice.index].is_summed = true;
+    }
   }
   current_.parameters = static_cast<int64_t>(entries_.size());
   current_.seconds =
