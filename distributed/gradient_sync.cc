@@ -243,8 +243,9 @@ absl::StatusOr<std::vector<ReductionBucket>> MakeBuckets(
   for (GradientBucket& bucket : plan.buckets) {
     const ParameterLayout& layout =
         parameters[bucket.slices.front().index].layout;
-    buckets.emplace_back(std::move(bucket), internal::ReductionOf(layout),
-                         tensors, options.reduce_in_float32, mesh.RankString());
+    buckets.emplace_back(buckets.size(), std::move(bucket),
+                         internal::ReductionOf(layout), tensors,
+                         options.reduce_in_float32, mesh.RankString());
   }
   return buckets;
 }

@@ -36,6 +36,18 @@ void AppendGroups(const DeviceMesh& mesh, const std::vector<int64_t>& dims,
   for (const int64_t dim : dims) groups.push_back(mesh.group(dim));
 }
 
+// Such as ", averaged over data, summed over tensor".
+std::string DescribeReduction(const GradientBucketKey& key) {
+  std::string text;
+  if (!key.average_over.empty()) {
+    absl::StrAppend(&text, ", averaged over ", key.average_over);
+  }
+  if (!key.sum_over.empty()) {
+    absl::StrAppend(&text, ", summed over ", key.sum_over);
+  }
+  return text;
+}
+
 bool IsNarrow(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf;
 }
@@ -74,7 +86,8 @@ std::vector<at::Tensor> SliceViews(const GradientBucket& bucket,
   return views;
 }
 
-ReductionBucket::ReductionBucket(GradientBucket bucket, Reduction reduction,
+ReductionBucket::ReductionBucket(size_t index, GradientBucket bucket,
+                                 Reduction reduction,
                                  const std::vector<at::Tensor>& like,
                                  bool reduce_in_float32,
                                  const std::string& context)
@@ -82,7 +95,8 @@ ReductionBucket::ReductionBucket(GradientBucket bucket, Reduction reduction,
       reduction_(std::move(reduction)),
       what_(absl::StrCat(context, ": gradient all-reduce of ",
                          bucket_.slices.size(), " parameters, the first ",
-                         bucket_.slices.front().name)) {
+                         bucket_.slices.front().name, " (bucket ", index,
+                         DescribeReduction(bucket_.key), ")")) {
   const at::TensorOptions options =
       like[bucket_.slices.front().index].options().requires_grad(false);
   // The flag has a cache line of its own, as every gradient.

@@ -3,6 +3,7 @@
 #ifndef TRAINER_LORA_DISTRIBUTED_INTERNAL_REDUCTION_BUCKET_H_
 #define TRAINER_LORA_DISTRIBUTED_INTERNAL_REDUCTION_BUCKET_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -40,9 +41,9 @@ std::vector<at::Tensor> SliceViews(const GradientBucket& bucket,
 class ReductionBucket {
  public:
   // `like` has, for each index of a slice, a tensor of the gradient's shape,
-  // dtype and device; `context` says in errors who reduces, such as
-  // "DeviceMesh(replicate=2), rank 1".
-  ReductionBucket(GradientBucket bucket, Reduction reduction,
+  // dtype and device. Errors name the bucket by its `index`; `context` says in
+  // them who reduces, such as "DeviceMesh(replicate=2), rank 1".
+  ReductionBucket(size_t index, GradientBucket bucket, Reduction reduction,
                   const std::vector<at::Tensor>& like, bool reduce_in_float32,
                   const std::string& context);
 

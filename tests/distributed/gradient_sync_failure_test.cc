@@ -131,6 +131,7 @@ testing::Matcher<const absl::StatusOr<int64_t>&> IsLostPeer(
     const DeviceMesh& mesh, const std::string& first_parameter) {
   const auto message =
       AllOf(HasSubstr(mesh.RankString()), HasSubstr(first_parameter),
+            HasSubstr("(bucket 0, averaged over replicate)"),
             Not(HasSubstr("Exception raised")));
   return AnyOf(StatusIs(absl::StatusCode::kUnavailable, message),
                StatusIs(absl::StatusCode::kDeadlineExceeded, message));

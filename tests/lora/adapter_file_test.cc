@@ -164,6 +164,16 @@ TEST_F(AdapterFileTest, TheConfigSaysRankAlphaAndExactTargets) {
   }
 }
 
+// PEFT's default for a missing alpha is another number than the rank.
+TEST_F(AdapterFileTest, TheConfigSaysAnAlphaThatWasLeftOut) {
+  config::LoraConfig config = Config(/*rank=*/3);
+  config.alpha.reset();
+  Model model;
+  ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
+  ASSERT_THAT(SaveAdapter(model, Path("adapter")), IsOk());
+  EXPECT_EQ(ReadConfig("adapter")["lora_alpha"], 3);
+}
+
 TEST_F(AdapterFileTest, WhatWasSavedLoadsBitwise) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
     const std::string folder = c10::toString(dtype);
