@@ -284,7 +284,7 @@ struct Entry {
   size_t bucket = 0;
   // Its gradient holds a sum over ranks, which must not be summed again.
   bool is_summed = false;
-  // Its gradient of this step came, while overlap is on.
+  // While overlap is on: its gradient of this step came, and was divided.
   bool is_ready = false;
 };
 
@@ -332,6 +332,11 @@ class GradientSync::Impl {
   // Brings the gradients of a bucket into its views, zeros where there is none.
   absl::Status Collect(ReductionBucket& bucket);
   absl::Status Collect(Entry& entry, bool is_summed);
+  // Divides a gradient in its view, if that comes before the sum.
+  void Divide(Entry& entry) {
+    const int64_t divisor = buckets_[entry.bucket].divisor_before();
+    if (divisor > 1) entry.view.div_(divisor);
+  }
   // Collects and starts the next bucket. `error` is what this rank could not
   // answer for, in this bucket or before.
   absl::Status StartNext(absl::Status& error);
@@ -498,6 +503,7 @@ void GradientSync::Impl::OnAccumulated(size_t index) {
     entry.is_summed = false;
     ++current_.copied_gradients;
   }
+  Divide(entry);
   while (next_bucket_ < buckets_.size() && missing_[next_bucket_] == 0) {
     ++current_.overlapped_buckets;
     broken_ = StartNext(backward_error_);
@@ -523,6 +529,7 @@ absl::Status GradientSync::Impl::Collect(Entry& entry, bool is_summed) {
   }
   LORA_RETURN_IF_ERROR(CheckGradient(entry.name, entry.parameter));
   without_view_.push_back(&entry);
+  entry.is_ready = false;  // Nor divided.
   const at::Tensor& gradient = entry.parameter.grad();
   if (gradient.defined()) {
     entry.view.copy_(gradient);
@@ -545,9 +552,15 @@ absl::Status GradientSync::Impl::Collect(ReductionBucket& bucket) {
 absl::Status GradientSync::Impl::StartNext(absl::Status& error) {
   ReductionBucket& bucket = buckets_[next_bucket_++];
   error.Update(Collect(bucket));
+  if (options_.overlap_backward) {
+    // Those that came were divided as they did.
+    for (const GradientSlice& slice : bucket.bucket().slices) {
+      if (!entries_[slice.index].is_ready) Divide(entries_[slice.index]);
+    }
+  }
   current_.collectives += bucket.num_collectives();
   current_.bytes += bucket.num_collectives() * bucket.bytes();
-  return bucket.Start(error.ok());
+  return bucket.Start(error.ok(), /*is_divided=*/options_.overlap_backward);
 }
 
 absl::StatusOr<bool> GradientSync::Impl::FinishAll() {

@@ -48,6 +48,8 @@ std::string DescribeReduction(const GradientBucketKey& key) {
   return text;
 }
 
+bool IsPowerOfTwo(int64_t number) { return (number & (number - 1)) == 0; }
+
 bool IsNarrow(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf;
 }
@@ -108,10 +110,16 @@ ReductionBucket::ReductionBucket(size_t index, GradientBucket bucket,
                  ? at::zeros({numel}, options.dtype(at::kFloat))
                  : flat_;
   unhealthy_ranks_ = reduced_.narrow(0, bucket_.numel, 1);
+  divisor_before_ = reduced_.is_same(flat_) &&
+                            flat_.scalar_type() != at::kHalf &&
+                            IsPowerOfTwo(reduction_.divisor)
+                        ? reduction_.divisor
+                        : 1;
 }
 
-absl::Status ReductionBucket::Start(bool healthy) {
+absl::Status ReductionBucket::Start(bool healthy, bool is_divided) {
   RECORD_FUNCTION("trainer_lora::gradient_sync::start", {});
+  if (!is_divided && divisor_before_ > 1) flat_.div_(divisor_before_);
   if (!reduced_.is_same(flat_)) reduced_.copy_(flat_);
   unhealthy_ranks_.fill_(healthy ? 0 : 1);
   return reduction_.groups.empty() ? absl::OkStatus() : StartStage(0);
@@ -132,9 +140,10 @@ absl::StatusOr<bool> ReductionBucket::Finish() {
     LORA_RETURN_IF_ERROR(CallCollective(what_, [&] { work_->wait(); }));
   }
   const bool healthy = unhealthy_ranks_.item<double>() == 0;
-  // Sum and division, not c10d's AVG: two ranks then give the bits of one that
+  // Division and sum, not c10d's AVG: two ranks then give the bits of one that
   // accumulated both gradients and divided.
-  if (reduction_.divisor > 1) reduced_.div_(reduction_.divisor);
+  const int64_t divisor = reduction_.divisor / divisor_before_;
+  if (divisor > 1) reduced_.div_(divisor);
   if (!reduced_.is_same(flat_)) flat_.copy_(reduced_);
   return healthy;
 }

@@ -53,10 +53,18 @@ class ReductionBucket {
 
   void Zero() { flat_.zero_(); }
 
-  // Starts the first collective. `healthy` is false on a rank that can't answer
+  // What each gradient is divided by before its sum; 1 if the sum is divided
+  // afterwards, in Finish(). Before is as exact where it only lowers exponents,
+  // by a power of two and in a type with the exponents of float32 (subnormal
+  // numbers aside), and has the gradient in the cache where it has just been
+  // made.
+  int64_t divisor_before() const { return divisor_before_; }
+
+  // Starts the first collective, with gradients that are divided already if
+  // `is_divided`. `healthy` is false on a rank that can't answer
   // for its gradients: it takes part all the same, so that no other waits for
   // it, and they all learn of it.
-  absl::Status Start(bool healthy);
+  absl::Status Start(bool healthy, bool is_divided);
 
   // Waits, goes through the other collectives and divides. Returns whether
   // every rank was healthy. Start() must have gone before.
@@ -76,6 +84,7 @@ class ReductionBucket {
   GradientBucket bucket_;
   Reduction reduction_;
   std::string what_;
+  int64_t divisor_before_;
   // The gradients, and after them the number of ranks that are not healthy.
   at::Tensor flat_;
   std::vector<at::Tensor> views_;

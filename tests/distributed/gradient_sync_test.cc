@@ -546,6 +546,25 @@ TEST(GradientSyncTest, OverlapTakesGradientsThatTheBackwardPassMakesAnew) {
   });
 }
 
+// A gradient that is put in its place after the backward pass, before its
+// buffer has started, is averaged as any other.
+TEST(GradientSyncTest, OverlapTakesAGradientThatIsReplacedAfterwards) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "a", {16}),
+                                   Replicated(mesh, "b", {16}),
+                                   Replicated(mesh, "c", {16})};
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const auto sync,
+        GradientSync::Create(mesh, parameters, WithBuckets(64, true)));
+    (parameters[0].parameter.sum() + parameters[2].parameter.sum()).backward();
+    SetGradient(parameters[0], at::full({16}, 1.0f + 4 * rank));
+    ASSERT_THAT(sync->Sync(), IsOk());
+    EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::full({16}, 3.0f)));
+    EXPECT_TRUE(at::equal(Gradient(parameters[1]), at::zeros({16})));
+    EXPECT_TRUE(at::equal(Gradient(parameters[2]), at::ones({16})));
+  });
+}
+
 TEST(GradientSyncTest, OverlapRefusesASecondBackwardPass) {
   RunMeshRanks(2, [](int, MeshPtr mesh) {
     const Parameters parameters = {Replicated(mesh, "a", {16})};
