@@ -284,7 +284,8 @@ struct Entry {
   size_t bucket = 0;
   // Its gradient holds a sum over ranks, which must not be summed again.
   bool is_summed = false;
-  // While overlap is on: its gradient of this step came, and was divided.
+  // While overlap is on: its gradient of this step came, and was divided if
+  // gradients of its bucket are on arrival.
   bool is_ready = false;
 };
 
@@ -332,10 +333,14 @@ class GradientSync::Impl {
   // Brings the gradients of a bucket into its views, zeros where there is none.
   absl::Status Collect(ReductionBucket& bucket);
   absl::Status Collect(Entry& entry, bool is_summed);
-  // Divides a gradient in its view, if that comes before the sum.
-  void Divide(Entry& entry) {
-    const int64_t divisor = buckets_[entry.bucket].divisor_before();
-    if (divisor > 1) entry.view.div_(divisor);
+  // Whether gradients are divided one by one as they come, which pays where
+  // they are large, and not with the whole buffer.
+  bool DividesOnArrival(const ReductionBucket& bucket) const {
+    constexpr int64_t kLargeNumel = 1 << 14;
+    const auto& slices = bucket.bucket().slices;
+    return options_.overlap_backward && bucket.divisor_before() > 1 &&
+           bucket.bucket().numel / static_cast<int64_t>(slices.size()) >=
+               kLargeNumel;
   }
   // Collects and starts the next bucket. `error` is what this rank could not
   // answer for, in this bucket or before.
@@ -503,7 +508,8 @@ void GradientSync::Impl::OnAccumulated(size_t index) {
     entry.is_summed = false;
     ++current_.copied_gradients;
   }
-  Divide(entry);
+  const ReductionBucket& bucket = buckets_[entry.bucket];
+  if (DividesOnArrival(bucket)) entry.view.div_(bucket.divisor_before());
   while (next_bucket_ < buckets_.size() && missing_[next_bucket_] == 0) {
     ++current_.overlapped_buckets;
     broken_ = StartNext(backward_error_);
@@ -552,15 +558,16 @@ absl::Status GradientSync::Impl::Collect(ReductionBucket& bucket) {
 absl::Status GradientSync::Impl::StartNext(absl::Status& error) {
   ReductionBucket& bucket = buckets_[next_bucket_++];
   error.Update(Collect(bucket));
-  if (options_.overlap_backward) {
-    // Those that came were divided as they did.
+  const bool divides_on_arrival = DividesOnArrival(bucket);
+  if (divides_on_arrival) {
     for (const GradientSlice& slice : bucket.bucket().slices) {
-      if (!entries_[slice.index].is_ready) Divide(entries_[slice.index]);
+      Entry& entry = entries_[slice.index];
+      if (!entry.is_ready) entry.view.div_(bucket.divisor_before());
     }
   }
   current_.collectives += bucket.num_collectives();
   current_.bytes += bucket.num_collectives() * bucket.bytes();
-  return bucket.Start(error.ok(), /*is_divided=*/options_.overlap_backward);
+  return bucket.Start(error.ok(), divides_on_arrival);
 }
 
 absl::StatusOr<bool> GradientSync::Impl::FinishAll() {

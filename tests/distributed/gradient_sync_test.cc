@@ -547,21 +547,32 @@ TEST(GradientSyncTest, OverlapTakesGradientsThatTheBackwardPassMakesAnew) {
 }
 
 // A gradient that is put in its place after the backward pass, before its
-// buffer has started, is averaged as any other.
+// buffer has started, is averaged as any other; small ones and large ones.
 TEST(GradientSyncTest, OverlapTakesAGradientThatIsReplacedAfterwards) {
   RunMeshRanks(2, [](int rank, MeshPtr mesh) {
-    const Parameters parameters = {Replicated(mesh, "a", {16}),
-                                   Replicated(mesh, "b", {16}),
-                                   Replicated(mesh, "c", {16})};
-    LORA_ASSERT_OK_AND_ASSIGN(
-        const auto sync,
-        GradientSync::Create(mesh, parameters, WithBuckets(64, true)));
-    (parameters[0].parameter.sum() + parameters[2].parameter.sum()).backward();
-    SetGradient(parameters[0], at::full({16}, 1.0f + 4 * rank));
-    ASSERT_THAT(sync->Sync(), IsOk());
-    EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::full({16}, 3.0f)));
-    EXPECT_TRUE(at::equal(Gradient(parameters[1]), at::zeros({16})));
-    EXPECT_TRUE(at::equal(Gradient(parameters[2]), at::ones({16})));
+    for (const int64_t numel : {16, 1 << 15}) {
+      const Parameters parameters = {Replicated(mesh, "a", {numel}),
+                                     Replicated(mesh, "b", {numel}),
+                                     Replicated(mesh, "c", {numel})};
+      LORA_ASSERT_OK_AND_ASSIGN(
+          const auto sync,
+          GradientSync::Create(mesh, parameters, WithBuckets(4 * numel, true)));
+      {
+        const GradientSync::NoSyncScope accumulate(*sync);
+        (parameters[1].parameter.sum() + parameters[2].parameter.sum())
+            .backward();
+      }
+      (parameters[0].parameter.sum() + parameters[2].parameter.sum())
+          .backward();
+      SetGradient(parameters[0], at::full({numel}, 1.0f + 4 * rank));
+      ASSERT_THAT(sync->Sync(), IsOk());
+      const float expected[] = {3, 1, 2};
+      for (int i = 0; i < 3; ++i) {
+        EXPECT_TRUE(
+            at::equal(Gradient(parameters[i]), at::full({numel}, expected[i])))
+            << parameters[i].name << " of " << numel;
+      }
+    }
   });
 }
 
