@@ -93,10 +93,12 @@ absl::StatusOr<distributed::KeyAliases> MakeAliases(
   distributed::KeyAliases aliases;
   for (const SelectedLayer& selected : layers) {
     std::vector<std::string> states;
-    for (const auto& item : selected.layer->named_parameters()) {
+    // Most layers have no children, and the walk below them is not free.
+    const bool recurse = !selected.layer->children().empty();
+    for (const auto& item : selected.layer->named_parameters(recurse)) {
       states.push_back(item.key());
     }
-    for (const auto& item : selected.layer->named_buffers()) {
+    for (const auto& item : selected.layer->named_buffers(recurse)) {
       states.push_back(item.key());
     }
     for (const std::string& name : selected.names) {
