@@ -13,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "config/internal/fnv1a.h"
 #include "config/internal/status_macros.h"
 
 namespace trainer_lora::config {
@@ -147,11 +148,7 @@ absl::StatusOr<std::string> FirstHost(const Variable& node_list) {
 // A port that all ranks of the job agree on and other jobs hardly have: not one
 // that the system gives out (from 32768 on), nor one of its services.
 uint16_t PortOfJob(absl::string_view job) {
-  uint32_t hash = 2166136261;  // FNV-1a
-  for (const char c : job) {
-    hash = (hash ^ static_cast<unsigned char>(c)) * 16777619;
-  }
-  return static_cast<uint16_t>(10000 + hash % 20000);
+  return static_cast<uint16_t>(10000 + Fnv1a32(job) % 20000);
 }
 
 class LaunchReader {

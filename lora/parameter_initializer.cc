@@ -9,18 +9,10 @@
 #include "ATen/Functions.h"
 #include "ATen/core/PhiloxRNGEngine.h"
 #include "absl/strings/match.h"
+#include "config/internal/fnv1a.h"
 
 namespace trainer_lora::lora {
 namespace {
-
-// std::hash and absl::Hash may differ between builds; this must not.
-uint64_t Fnv1a64(absl::string_view text) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const char c : text) {
-    hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
-  }
-  return hash;
-}
 
 // The stream of random words that belongs to one parameter.
 struct Stream {
@@ -172,7 +164,7 @@ at::Tensor InitialLoraValue(const LoraInitialization& initialization,
   std::string address = initialization.scope;
   address.push_back('\0');
   address.append(name.data(), name.size());
-  const Stream stream{initialization.seed, Fnv1a64(address)};
+  const Stream stream{initialization.seed, config::Fnv1a64(address)};
 
   at::Tensor value = at::empty(slice.sizes, dtype);
   AT_DISPATCH_FLOATING_TYPES_AND2(

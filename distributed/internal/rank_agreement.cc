@@ -16,6 +16,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "config/internal/fnv1a.h"
 #include "config/internal/status_macros.h"
 #include "distributed/internal/run_collective.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
@@ -25,17 +26,6 @@ namespace {
 
 // A rank may lack thousands of parameters; these are enough to see which.
 constexpr int kMaxLinesListed = 10;
-
-// FNV-1a of 64 bits, http://www.isthe.com/chongo/tech/comp/fnv/. Unlike
-// std::hash it is the same in every build, so that ranks can compare it.
-uint64_t Fnv1a64(absl::string_view bytes) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const char byte : bytes) {
-    hash ^= static_cast<unsigned char>(byte);
-    hash *= 0x100000001b3;
-  }
-  return hash;
-}
 
 // The rows that the ranks contribute, as a CPU tensor [size, row.numel()]. The
 // row must have one shape on all ranks.
@@ -121,7 +111,7 @@ absl::Status CheckRanksAgree(c10d::ProcessGroup& group,
   const std::string text = absl::StrJoin(lines, "\n");
 
   at::Tensor digest = at::empty({2}, at::kLong);
-  digest[0] = static_cast<int64_t>(Fnv1a64(text));
+  digest[0] = static_cast<int64_t>(config::Fnv1a64(text));
   digest[1] = static_cast<int64_t>(text.size());
   LORA_ASSIGN_OR_RETURN(const at::Tensor digests,
                         AllGatherRows(group, digest, context));
