@@ -39,17 +39,20 @@ absl::StatusOr<TargetMatcher> TargetMatcher::Create(
     matcher.target_patterns_.push_back(std::move(pattern));
   }
   const auto exclude = [&](const std::vector<std::string>& exclusions,
-                           TargetMatching matching) -> absl::Status {
+                           TargetMatching matching,
+                           std::vector<NamePattern>& patterns) -> absl::Status {
     for (const std::string& exclusion : exclusions) {
       LORA_ASSIGN_OR_RETURN(NamePattern pattern,
                             NamePattern::Create(exclusion, matching));
-      matcher.exclusions_.push_back(std::move(pattern));
+      patterns.push_back(std::move(pattern));
     }
     return absl::OkStatus();
   };
-  LORA_RETURN_IF_ERROR(exclude(config.exclude_modules, config.target_matching));
-  LORA_RETURN_IF_ERROR(
-      exclude(architecture_exclusions, TargetMatching::kSubstring));
+  LORA_RETURN_IF_ERROR(exclude(config.exclude_modules, config.target_matching,
+                               matcher.exclusions_));
+  LORA_RETURN_IF_ERROR(exclude(architecture_exclusions,
+                               TargetMatching::kSubstring,
+                               matcher.architecture_exclusions_));
   return matcher;
 }
 
@@ -63,10 +66,12 @@ std::vector<size_t> TargetMatcher::MatchingTargets(
 }
 
 bool TargetMatcher::IsExcluded(absl::string_view module_name) const {
-  return std::any_of(exclusions_.begin(), exclusions_.end(),
-                     [module_name](const NamePattern& exclusion) {
-                       return exclusion.Matches(module_name);
-                     });
+  const auto matches = [module_name](const NamePattern& exclusion) {
+    return exclusion.Matches(module_name);
+  };
+  return std::any_of(exclusions_.begin(), exclusions_.end(), matches) ||
+         std::any_of(architecture_exclusions_.begin(),
+                     architecture_exclusions_.end(), matches);
 }
 
 }  // namespace trainer_lora::lora

@@ -49,6 +49,10 @@ class TargetMatcher {
 
   // In the order given, without repetitions.
   const std::vector<std::string>& targets() const { return targets_; }
+  // Those of the configuration, in the order given.
+  const std::vector<config::NamePattern>& exclusions() const {
+    return exclusions_;
+  }
 
  private:
   TargetMatcher() = default;
@@ -56,6 +60,7 @@ class TargetMatcher {
   std::vector<std::string> targets_;
   std::vector<config::NamePattern> target_patterns_;  // of targets_, in order
   std::vector<config::NamePattern> exclusions_;
+  std::vector<config::NamePattern> architecture_exclusions_;
 };
 
 }  // namespace trainer_lora::lora

@@ -32,7 +32,8 @@ struct Reduction {
 
 Reduction ReductionOf(const ParameterLayout& layout);
 
-// For each slice of `bucket` its view of `flat`, of shape shapes[slice.index].
+// For each slice of `bucket` its view of `flat`, of the shape of
+// like[slice.index].
 std::vector<at::Tensor> SliceViews(const GradientBucket& bucket,
                                    const at::Tensor& flat,
                                    const std::vector<at::Tensor>& like);

@@ -190,13 +190,10 @@ std::vector<std::string> SelectedStockLinears(const ModuleTree& tree,
 
 // Exclusions of the configuration that match no linear layer: a slip of the
 // pen, after which layers are trained that should not be.
-absl::StatusOr<std::vector<std::string>> ExclusionsWithoutEffect(
-    const ModuleTree& tree, const config::LoraConfig& config) {
+std::vector<std::string> ExclusionsWithoutEffect(const ModuleTree& tree,
+                                                 const TargetMatcher& matcher) {
   std::vector<std::string> without_effect;
-  for (const std::string& exclusion : config.exclude_modules) {
-    LORA_ASSIGN_OR_RETURN(
-        const config::NamePattern pattern,
-        config::NamePattern::Create(exclusion, config.target_matching));
+  for (const config::NamePattern& pattern : matcher.exclusions()) {
     const auto matches = [&](const std::string& name) {
       return pattern.Matches(name);
     };
@@ -207,7 +204,7 @@ absl::StatusOr<std::vector<std::string>> ExclusionsWithoutEffect(
                      matches_layer) &&
         std::none_of(tree.stock_linear_names.begin(),
                      tree.stock_linear_names.end(), matches)) {
-      without_effect.push_back(exclusion);
+      without_effect.push_back(pattern.text());
     }
   }
   return without_effect;
@@ -263,9 +260,7 @@ absl::StatusOr<LayerSelection> SelectLayers(
                        "' selects no layer that can take an adapter"));
     }
   }
-  LORA_ASSIGN_OR_RETURN(const std::vector<std::string> exclusions,
-                        ExclusionsWithoutEffect(tree, config));
-  for (const std::string& exclusion : exclusions) {
+  for (const std::string& exclusion : ExclusionsWithoutEffect(tree, matcher)) {
     selection.warnings.push_back(absl::StrCat("the LoRA exclusion '", exclusion,
                                               "' matches no linear layer"));
   }
