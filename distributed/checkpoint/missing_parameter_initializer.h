@@ -10,33 +10,21 @@
 #ifndef TRAINER_LORA_DISTRIBUTED_CHECKPOINT_MISSING_PARAMETER_INITIALIZER_H_
 #define TRAINER_LORA_DISTRIBUTED_CHECKPOINT_MISSING_PARAMETER_INITIALIZER_H_
 
-#include <cstdint>
 #include <functional>
 #include <optional>
-#include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "absl/strings/string_view.h"
 #include "config/language_version.h"
+#include "distributed/tensor_slice.h"
 
 namespace trainer_lora::distributed {
-
-// A rectangular part of a tensor: element i of dimension d of the part is
-// element offsets[d] + i of the tensor's, for i < sizes[d].
-struct TensorSlice {
-  // All of a tensor of this shape.
-  static TensorSlice Whole(at::IntArrayRef shape) {
-    return {std::vector<int64_t>(shape.size(), 0), shape.vec()};
-  }
-
-  std::vector<int64_t> offsets;
-  std::vector<int64_t> sizes;
-};
 
 // Makes a slice of the parameter `name`, whose shape over all ranks is
 // `global_shape`: a contiguous CPU tensor of shape `slice.sizes` and type
 // `dtype`; or nothing if it does not know the name. Must give the same values
 // for the same element on every rank, and be safe to call from several threads.
+// Loaders ask with a slice of no elements to learn whether a name is known.
 using MissingParameterInitializer = std::function<std::optional<at::Tensor>(
     absl::string_view name, at::IntArrayRef global_shape, at::ScalarType dtype,
     const TensorSlice& slice)>;

@@ -1,0 +1,121 @@
+#include "distributed/state_layout.h"
+
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "distributed/device_mesh.h"
+#include "distributed/parameter_layout.h"
+#include "distributed/placement.h"
+#include "distributed/tensor_slice.h"
+#include "torch/nn/module.h"
+
+namespace trainer_lora::distributed {
+namespace {
+
+std::vector<int64_t> MeshSizes(const DeviceMesh& mesh) {
+  std::vector<int64_t> sizes;
+  for (int64_t dim = 0; dim < mesh.ndim(); ++dim) {
+    sizes.push_back(mesh.size(dim));
+  }
+  return sizes;
+}
+
+// Where `rank` is in a mesh whose ranks lie in row-major order.
+std::vector<int64_t> CoordinatesOf(int64_t rank,
+                                   const std::vector<int64_t>& mesh_sizes) {
+  std::vector<int64_t> coordinates(mesh_sizes.size());
+  for (size_t dim = mesh_sizes.size(); dim-- > 0;) {
+    coordinates[dim] = rank % mesh_sizes[dim];
+    rank /= mesh_sizes[dim];
+  }
+  return coordinates;
+}
+
+}  // namespace
+
+std::vector<TensorSlice> StateLayout::SlicesOf(int64_t rank) const {
+  const std::vector<int64_t> mesh_sizes = MeshSizes(*layout.mesh);
+  const std::vector<int64_t> coordinates = CoordinatesOf(rank, mesh_sizes);
+  if (parts.empty()) {
+    return {SliceOf(global_shape, layout.placements, mesh_sizes, coordinates)};
+  }
+  std::vector<TensorSlice> slices;
+  std::vector<int64_t> part_shape = global_shape;
+  int64_t begin = 0;
+  for (const int64_t part : parts) {
+    part_shape[0] = part;
+    slices.push_back(
+        SliceOf(part_shape, layout.placements, mesh_sizes, coordinates));
+    slices.back().offsets[0] += begin;
+    begin += part;
+  }
+  return slices;
+}
+
+std::vector<int64_t> StateLayout::LocalShape() const {
+  const std::vector<TensorSlice> slices = SlicesOf(layout.mesh->rank());
+  std::vector<int64_t> shape = slices.front().sizes;
+  for (size_t i = 1; i < slices.size(); ++i) shape[0] += slices[i].sizes[0];
+  return shape;
+}
+
+absl::Status StateLayout::Validate() const {
+  if (layout.mesh == nullptr) {
+    return absl::InvalidArgumentError("the layout has no mesh");
+  }
+  if (layout.placements.size() != layout.mesh->ndim()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the layout has ", layout.placements.size(),
+                     " placements for ", layout.mesh->ToString()));
+  }
+  const int64_t ndim = global_shape.size();
+  for (const Placement& placement : layout.placements) {
+    if (placement.shard_dim() >= ndim) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the layout (", layout.ToString(), ") shards dimension ",
+                       placement.shard_dim(), " of a tensor of ", ndim));
+    }
+  }
+  if (parts.empty()) return absl::OkStatus();
+  for (const int64_t part : parts) {
+    if (part < 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the layout has a part of size ", part));
+    }
+  }
+  const int64_t total = std::accumulate(parts.begin(), parts.end(), int64_t{0});
+  if (ndim == 0 || total != global_shape[0]) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the layout's parts (", absl::StrJoin(parts, ", "),
+                     ") don't sum to dimension 0 of [",
+                     absl::StrJoin(global_shape, ", "), "]"));
+  }
+  return absl::OkStatus();
+}
+
+StateLayouts ShardedLayouts(const torch::nn::Module& model,
+                            std::shared_ptr<const DeviceMesh> mesh,
+                            const std::vector<Placement>& placements) {
+  StateLayouts layouts;
+  for (const auto& item : model.named_parameters()) {
+    const at::Tensor& parameter = item.value();
+    ParameterLayout layout{mesh, placements};
+    for (Placement& placement : layout.placements) {
+      if (placement.shard_dim() >= parameter.dim()) {
+        placement = Placement::Replicate();
+      }
+    }
+    layouts[item.key()] = {parameter.sizes().vec(), std::move(layout), {}};
+  }
+  return layouts;
+}
+
+}  // namespace trainer_lora::distributed
