@@ -5,6 +5,7 @@ load("//third_party:system_repository.bzl", "system_repository")
 
 # The labels of Abseil that this workspace uses; all stand for the one library that Debian's archives make.
 _LABELS = [
+    "absl/container:flat_hash_map",
     "absl/flags:flag",
     "absl/flags:parse",
     "absl/flags:usage",
