@@ -5,11 +5,8 @@
 //
 // vs_each: the time over that of zeroing as many gradients a tensor at a time,
 // measured in the same run. Less is better.
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <cstdlib>
-#include <iostream>
 #include <memory>
 #include <string>
 #include <utility>
@@ -20,8 +17,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
-#include "absl/strings/strip.h"
 #include "benchmark/benchmark.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/launch_environment.h"
@@ -116,34 +111,4 @@ BENCHMARK(BM_ZeroGrad)
 
 }  // namespace
 
-int Main(int argc, char** argv) {
-  constexpr absl::string_view kDeviceFlag = "--device=";
-  std::string device = "cpu";
-  char** const end =
-      std::remove_if(argv + 1, argv + argc, [&](absl::string_view argument) {
-        if (!absl::ConsumePrefix(&argument, kDeviceFlag)) return false;
-        device = std::string(argument);
-        return true;
-      });
-  argc = static_cast<int>(end - argv);
-  if (device == "cuda") {
-    std::cout << "--device=cuda: nothing is measured, as this build has no CUDA"
-              << std::endl;
-    return EXIT_SUCCESS;
-  }
-  if (device != "cpu") {
-    std::cerr << kDeviceFlag << device << ": give cpu or cuda" << std::endl;
-    return EXIT_FAILURE;
-  }
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return EXIT_FAILURE;
-  benchmark::RunSpecifiedBenchmarks();
-  benchmark::Shutdown();
-  return EXIT_SUCCESS;
-}
-
 }  // namespace trainer_lora::distributed
-
-int main(int argc, char** argv) {
-  return trainer_lora::distributed::Main(argc, argv);
-}

@@ -54,7 +54,6 @@
 #include "ATen/Parallel.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -65,6 +64,7 @@
 #include "distributed/device_mesh.h"
 #include "distributed/gradient_sync.h"
 #include "distributed/parameter_layout.h"
+#include "tests/testutil/benchmark_flags.h"
 #include "tests/testutil/follower_processes.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/reducer.hpp"
@@ -658,21 +658,6 @@ void Register(Leader& leader, int world_size, const Case& size) {
   }
 }
 
-// Takes `--name=value` out of the arguments and returns the value.
-std::optional<std::string> TakeFlag(int& argc, char** argv,
-                                    absl::string_view name) {
-  const std::string prefix = absl::StrCat("--", name, "=");
-  for (int i = 1; i < argc; ++i) {
-    if (!absl::StartsWith(argv[i], prefix)) continue;
-    const std::string value = argv[i] + prefix.size();
-    // With the null pointer at the end.
-    std::move(argv + i + 1, argv + argc + 1, argv + i);
-    --argc;
-    return value;
-  }
-  return std::nullopt;
-}
-
 int Main(int argc, char** argv) {
   at::set_num_threads(1);
   if (testutil::IsFollower(argc, argv)) {
@@ -681,25 +666,18 @@ int Main(int argc, char** argv) {
     return status.ok() ? 0 : 1;
   }
 
-  const std::string device = TakeFlag(argc, argv, "device").value_or("cpu");
-  const bool smoke = TakeFlag(argc, argv, "smoke").value_or("false") == "true";
+  if (const std::optional<int> status = testutil::TakeDeviceFlag(argc, argv)) {
+    return *status;
+  }
+  const bool smoke = testutil::TakeFlag(argc, argv, "smoke") == "true";
   int64_t rounds = 11;
   const std::string rounds_flag =
-      TakeFlag(argc, argv, "rounds").value_or(smoke ? "1" : "11");
+      testutil::TakeFlag(argc, argv, "rounds").value_or(smoke ? "1" : "11");
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   if (!absl::SimpleAtoi(rounds_flag, &rounds) || rounds < 1) {
     std::cerr << "--rounds=" << rounds_flag << ": give a number from 1"
               << std::endl;
-    return 1;
-  }
-  if (device == "cuda") {
-    std::cout << "nothing measured: this build has no process groups on GPUs"
-              << std::endl;
-    return 0;
-  }
-  if (device != "cpu") {
-    std::cerr << "--device=" << device << ": give cpu or cuda" << std::endl;
     return 1;
   }
 
