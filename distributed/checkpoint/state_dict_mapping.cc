@@ -12,7 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/escaping.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "config/internal/status_macros.h"
@@ -29,11 +29,19 @@ constexpr int kMaxGroups = 10;
 // For the automaton of all patterns together; RE2's default is for one.
 constexpr int64_t kSetMemory = 64 << 20;
 
-// RE2 refuses a pattern that is not UTF-8; a message must be.
-std::string Describe(size_t number, absl::string_view pattern, bool is_utf8) {
-  return absl::StrCat(
-      "mapping rule ", number, " (\"",
-      is_utf8 ? std::string(pattern) : absl::CHexEscape(pattern), "\"): ");
+// `text` for a message, which must be UTF-8 even if the text is not.
+std::string Printable(absl::string_view text) {
+  std::string result;
+  for (const char c : text) {
+    if (absl::ascii_isprint(static_cast<unsigned char>(c))) {
+      result += c;
+    } else {
+      absl::StrAppend(
+          &result, "\\x",
+          absl::Hex(static_cast<unsigned char>(c), absl::kZeroPad2));
+    }
+  }
+  return result;
 }
 
 // A rule that is known to be good.
@@ -47,17 +55,14 @@ absl::StatusOr<CompiledRule> Compile(MappingRule rule, size_t number) {
   auto pattern = std::make_unique<const RE2>(rule.pattern, RE2::Quiet);
   const auto error = [&](const auto&... what) {
     return absl::InvalidArgumentError(
-        absl::StrCat(Describe(number, rule.pattern,
-                              pattern->error_code() != RE2::ErrorBadUTF8),
-                     what...));
+        absl::StrCat("mapping rule ", number, " (\"", Printable(rule.pattern),
+                     "\"): ", what...));
   };
   if (rule.pattern.empty()) return error("the pattern is empty");
   if (rule.replacement.empty()) return error("the replacement is empty");
-  if (pattern->error_code() == RE2::ErrorBadUTF8) {
-    return error("the pattern is not UTF-8");
-  }
   if (!pattern->ok()) {
-    return error("the pattern is not a regular expression: ", pattern->error());
+    return error("the pattern is not a regular expression: ",
+                 Printable(pattern->error()));
   }
   std::string replacement_error;
   if (!pattern->CheckRewriteString(rule.replacement, &replacement_error)) {

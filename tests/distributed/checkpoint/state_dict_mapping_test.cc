@@ -167,7 +167,8 @@ TEST(StateDictMappingTest, RefusesABadRuleByNumberAndPattern) {
       {{"(?=x)", "x"}, "not a regular expression"},
       {{"(((x{1000}){1000}){1000}", "x"}, "not a regular expression"},
       {{"(\\pL{1000}){1,2}", "x"}, "not a regular expression"},
-      {{"\xff", "x"}, R"(("\xff"): the pattern is not UTF-8)"},
+      {{"\xff", "x"}, R"(("\xff"): the pattern is not a regular)"},
+      {{"\x1b(\xc3", "x"}, R"(("\x1b(\xc3"): the pattern is not a regular)"},
       {{"(a)(b)", R"(\3)"}, "the replacement does not fit the pattern"},
       {{"a", R"(\1)"}, "the replacement does not fit the pattern"},
       {{"a", R"(\q)"}, "the replacement does not fit the pattern"},
@@ -188,9 +189,10 @@ TEST(StateDictMappingTest, RefusesABadRuleByNumberAndPattern) {
 }
 
 TEST(StateDictMappingTest, NamesThePatternOfABadRule) {
-  EXPECT_THAT(StateDictMapping::Create({{R"(blöcke\.(\d+)", "x"}}),
-              StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr(R"(mapping rule 1 ("blöcke\.(\d+"): )")));
+  EXPECT_THAT(
+      StateDictMapping::Create({{R"(blöcke\.(\d+)", "x"}}),
+      StatusIs(absl::StatusCode::kInvalidArgument,
+               HasSubstr(R"(mapping rule 1 ("bl\xc3\xb6cke\.(\d+"): )")));
 }
 
 }  // namespace
