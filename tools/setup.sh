@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes a fresh Debian 12 ready to build and test: installs the packages that are missing, and writes debian.bazelrc, which
-# tells Debian's Bazel where its rule repositories are. Touches nothing else; takes no time when nothing is missing.
+# tells Debian's Bazel where its rule repositories are. Touches nothing else; takes no time when nothing is missing. Arguments
+# are further packages.
 set -euo pipefail
 
 readonly root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -16,7 +17,7 @@ readonly packages=(
 )
 
 missing=()
-for package in "${packages[@]}"; do
+for package in "${packages[@]}" "$@"; do
   if ! dpkg-query -W -f='${Status}' "${package}" 2>/dev/null | grep -q '^install ok installed$'; then
     missing+=("${package}")
   fi
