@@ -74,3 +74,32 @@ def lora_cc_benchmark(
         deps = [":" + name + "_lib"],
         **kwargs
     )
+
+def lora_cc_fuzz_target(name, srcs, corpus, deps = [], dictionary = None):
+    """A libFuzzer binary, and `<name>_corpus_test`, which gives the corpus to the same function without libFuzzer.
+
+    The binary needs clang: `tools/fuzz.sh`, or `bazel run --config=fuzz <name>`. Sources define LLVMFuzzerTestOneInput();
+    `corpus` is a label of at least one file, `dictionary` one in libFuzzer's format.
+    """
+    native.cc_test(
+        name = name + "_corpus_test",
+        size = "small",
+        srcs = srcs,
+        args = ["$(rootpaths %s)" % corpus],
+        copts = _COPTS,
+        data = [corpus],
+        linkstatic = True,
+        deps = deps + ["//tests/fuzz:corpus_main"],
+    )
+    native.cc_binary(
+        name = name,
+        testonly = True,
+        srcs = srcs,
+        args = ["-dict=$(rootpath %s)" % dictionary] if dictionary else [],
+        copts = _COPTS,
+        data = [dictionary] if dictionary else [],
+        linkopts = ["-fsanitize=fuzzer"],
+        linkstatic = True,
+        tags = ["fuzz", "manual"],
+        deps = deps,
+    )
