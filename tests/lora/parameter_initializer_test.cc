@@ -4,11 +4,19 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <random>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "ATen/Parallel.h"
 #include "ATen/TensorOperators.h"
+#include "ATen/core/PhiloxRNGEngine.h"
+#include "c10/core/Allocator.h"
+#include "c10/util/ThreadLocalDebugInfo.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -95,6 +103,227 @@ TEST(ParameterInitializerTest, GoldenValues) {
   EXPECT_THAT(BitsOfSome(value),
               ElementsAre(0x3df45691, 0x3dc98b31, 0xbe03bcc9, 0x3dc207c5,
                           0x3e074248, 0xbe09a9d3, 0x3e076e98));
+}
+
+// FNV-1a of the bytes of a tensor.
+uint64_t DigestOf(const at::Tensor& value) {
+  uint64_t hash = 0xcbf29ce484222325;
+  const auto* bytes = static_cast<const unsigned char*>(value.data_ptr());
+  for (size_t i = 0; i < value.nbytes(); ++i) {
+    hash = (hash ^ bytes[i]) * 0x100000001b3;
+  }
+  return hash;
+}
+
+// Of all values of larger tensors, as golden as the few above. They were made
+// when values were still drawn word by word.
+TEST(ParameterInitializerTest, GoldenDigests) {
+  constexpr struct {
+    config::AdapterInitialization kind;
+    at::ScalarType dtype;
+    uint64_t digest;
+  } kCases[] = {
+      {config::AdapterInitialization::kDefault, at::kFloat, 0x5f61bc30fd22414f},
+      {config::AdapterInitialization::kDefault, at::kDouble,
+       0x0af1606e6ac59d6c},
+      {config::AdapterInitialization::kDefault, at::kBFloat16,
+       0xf8fb6fca1091b9b2},
+      {config::AdapterInitialization::kDefault, at::kHalf, 0xa239f86a6d6d994d},
+      {config::AdapterInitialization::kGaussian, at::kFloat,
+       0xa862819a2e230fc7},
+      {config::AdapterInitialization::kGaussian, at::kDouble,
+       0xa30957a29d26dc0c},
+      {config::AdapterInitialization::kGaussian, at::kBFloat16,
+       0x2b7837b56c15abc8},
+      {config::AdapterInitialization::kGaussian, at::kHalf, 0xd3c6c4df15c3ef14},
+  };
+  const std::vector<int64_t> shape = {33, 4099};
+  for (const auto& test : kCases) {
+    const at::Tensor value =
+        InitialLoraValue({42, "student", test.kind}, kName, shape, test.dtype,
+                         TensorSlice::Whole(shape));
+    EXPECT_EQ(DigestOf(value), test.digest)
+        << (test.kind == config::AdapterInitialization::kDefault ? "default "
+                                                                 : "gaussian ")
+        << test.dtype << ": 0x" << std::hex << DigestOf(value);
+  }
+}
+
+// The numbers k of the header for the elements of a slice, as float64, drawn
+// one word at a time by ATen's generator.
+at::Tensor NumbersOf(const LoraInitialization& initialization,
+                     const std::vector<int64_t>& shape,
+                     const TensorSlice& slice) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char c : initialization.scope + '\0' + kName) {
+    hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  }
+  at::Tensor numbers = at::empty(slice.sizes, at::kDouble);
+  double* number = numbers.data_ptr<double>();
+  for (int64_t row = 0; row < slice.sizes[0]; ++row) {
+    const int64_t begin =
+        (slice.offsets[0] + row) * shape[1] + slice.offsets[1];
+    at::Philox4_32 generator(initialization.seed, hash, begin / 4);
+    for (int64_t skipped = 0; skipped < begin % 4; ++skipped) generator();
+    for (int64_t column = 0; column < slice.sizes[1]; ++column) {
+      *number++ = 2.0 * (generator() >> 8) + 1 - (1 << 24);
+    }
+  }
+  return numbers;
+}
+
+// Compares a slice of every type and both kinds with NumbersOf().
+void ExpectDrawnWordByWord(LoraInitialization initialization,
+                           const std::vector<int64_t>& shape,
+                           const TensorSlice& slice) {
+  const at::Tensor numbers = NumbersOf(initialization, shape, slice);
+  const auto make = [&](at::ScalarType dtype) {
+    return InitialLoraValue(initialization, kName, shape, dtype, slice);
+  };
+  const auto expect_narrow_types_round = [&] {
+    for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+      EXPECT_TRUE(at::equal(make(dtype), make(at::kFloat).to(dtype))) << dtype;
+    }
+  };
+
+  initialization.kind = config::AdapterInitialization::kDefault;
+  const double scale = 1 / std::sqrt(static_cast<double>(shape[1])) / (1 << 24);
+  EXPECT_TRUE(at::equal(make(at::kFloat), numbers.to(at::kFloat) * scale));
+  EXPECT_TRUE(at::equal(make(at::kDouble), numbers * scale));
+  expect_narrow_types_round();
+
+  // The distribution function leads back to the number, which is odd: less
+  // than 1 beside it is no other. Rounding to float32 moves it by up to 0.5.
+  initialization.kind = config::AdapterInitialization::kGaussian;
+  for (const auto& [dtype, tolerance] :
+       {std::make_pair(at::kDouble, 1e-6), std::make_pair(at::kFloat, 0.6)}) {
+    const at::Tensor z = make(dtype).to(at::kDouble) * shape[0];
+    const at::Tensor drawn =
+        at::erfc(z / -std::sqrt(2.0)) * (1 << 24) - (1 << 24);
+    EXPECT_TRUE(at::allclose(drawn, numbers, /*rtol=*/0, tolerance)) << dtype;
+  }
+  expect_narrow_types_round();
+}
+
+// Sets the number of libtorch's threads until it goes out of scope.
+class ScopedThreads {
+ public:
+  explicit ScopedThreads(int count) : before_(at::get_num_threads()) {
+    at::set_num_threads(count);
+  }
+  ~ScopedThreads() { at::set_num_threads(before_); }
+  ScopedThreads(const ScopedThreads&) = delete;
+  ScopedThreads& operator=(const ScopedThreads&) = delete;
+
+ private:
+  const int before_;
+};
+
+TEST(ParameterInitializerTest, DrawsAnySliceAsWordByWordOnAnyNumberOfThreads) {
+  std::mt19937_64 random(20240229);
+  const auto up_to = [&](int64_t most) {
+    return std::uniform_int_distribution<int64_t>(0, most)(random);
+  };
+  for (int trial = 0; trial < 60; ++trial) {
+    // Every third is large enough for several threads.
+    const bool large = trial % 3 == 0;
+    const std::vector<int64_t> shape = {1 + up_to(large ? 90 : 9),
+                                        1 + up_to(large ? 2000 : 70)};
+    TensorSlice slice = TensorSlice::Whole(shape);
+    for (const int dim : {0, 1}) {
+      if (up_to(2) == 0) continue;  // Often whole in one dimension.
+      slice.offsets[dim] = up_to(shape[dim] - 1) / (large ? 8 : 1);
+      slice.sizes[dim] = up_to(shape[dim] - slice.offsets[dim]);
+    }
+    const LoraInitialization initialization{random(), "critic"};
+    for (const int threads : {1, 2, 5}) {
+      SCOPED_TRACE(::testing::Message()
+                   << "seed " << initialization.seed << ", shape "
+                   << at::IntArrayRef(shape) << ", offsets "
+                   << at::IntArrayRef(slice.offsets) << ", sizes "
+                   << at::IntArrayRef(slice.sizes) << ", " << threads
+                   << " threads");
+      const ScopedThreads scoped_threads(threads);
+      ExpectDrawnWordByWord(initialization, shape, slice);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// The lower half of the counter wraps at element 2^34.
+TEST(ParameterInitializerTest, DrawsElementsFarOutInAHugeTensor) {
+  const std::vector<int64_t> shape = {int64_t{1} << 40, 16};
+  ExpectDrawnWordByWord({1, ""}, shape, {{(int64_t{1} << 30) - 2, 0}, {4, 16}});
+  ExpectDrawnWordByWord({1, ""}, shape, {{(int64_t{1} << 30) - 2, 3}, {4, 6}});
+}
+
+TEST(ParameterInitializerTest, SeveralThreadsMayAskAtOnce) {
+  const std::vector<int64_t> shape = {40, 3000};
+  const auto make = [&] {
+    return InitialLoraValue({42, ""}, kName, shape, at::kFloat,
+                            TensorSlice::Whole(shape));
+  };
+  const at::Tensor expected = make();
+  std::vector<at::Tensor> values(4);
+  std::vector<std::thread> threads;
+  for (at::Tensor& value : values) {
+    threads.emplace_back([&make, &value] { value = make(); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const at::Tensor& value : values) {
+    EXPECT_TRUE(at::equal(value, expected));
+  }
+}
+
+// Counts the bytes that this thread takes from libtorch's CPU allocator.
+class AllocatedBytes : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void* /*ptr*/, int64_t alloc_size,
+                         size_t /*total_allocated*/, size_t /*total_reserved*/,
+                         c10::Device /*device*/) override {
+    if (alloc_size > 0) bytes_ += alloc_size;
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  int64_t bytes_ = 0;
+};
+
+TEST(ParameterInitializerTest, AllocatesTheSliceAlone) {
+  const std::vector<int64_t> shape = {8, 16384};
+  const auto allocated = std::make_shared<AllocatedBytes>();
+  const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE,
+                                  allocated);
+  int64_t expected = 0;
+  for (const auto kind : {config::AdapterInitialization::kDefault,
+                          config::AdapterInitialization::kGaussian}) {
+    for (const at::ScalarType dtype :
+         {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+      const at::Tensor value = InitialLoraValue({42, "", kind}, kName, shape,
+                                                dtype, {{0, 1000}, {8, 8192}});
+      expected += 8 * 8192 * value.element_size();
+      EXPECT_EQ(allocated->bytes(), expected) << dtype;
+    }
+  }
+}
+
+TEST(ParameterInitializerTest, AnEmptySliceOfAHugeTensorCostsNothing) {
+  const int64_t size = int64_t{1} << 30;
+  const auto allocated = std::make_shared<AllocatedBytes>();
+  const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE,
+                                  allocated);
+  for (const char* name : {"to_q.lora_A", "to_q.lora_B"}) {
+    for (const TensorSlice& slice :
+         {TensorSlice{{0, 0}, {0, 0}}, TensorSlice{{size, 0}, {0, size}},
+          TensorSlice{{0, size}, {size, 0}}}) {
+      const at::Tensor value =
+          InitialLoraValue({42, ""}, name, {size, size}, at::kFloat, slice);
+      EXPECT_EQ(value.sizes(), at::IntArrayRef(slice.sizes)) << name;
+    }
+  }
+  EXPECT_EQ(allocated->bytes(), 0);
 }
 
 TEST(ParameterInitializerTest, ShardsAreSlicesOfTheWholeForEveryWorldSize) {
