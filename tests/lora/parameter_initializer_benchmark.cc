@@ -1,0 +1,168 @@
+// Making the initial value of a lora_A, against at::empty with at::uniform_ (by
+// default) or at::normal_ (gaussian) for as many elements of the same type:
+//
+//   bazel run -c opt //tests/lora:parameter_initializer_benchmark
+//
+// Both take turns; the reported time is the mean of the initializer's turns.
+//
+//   ratio             the baseline's median time over the initializer's: more
+//                     is better
+//   bytes_per_second  of the slice that is made
+//
+// With --device=cuda the value is made on the CPU and copied, and the baseline
+// draws on the device.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "ATen/Context.h"
+#include "ATen/Functions.h"
+#include "ATen/Parallel.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "benchmark/benchmark.h"
+#include "c10/core/Device.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
+#include "config/lora_config.h"
+#include "lora/parameter_initializer.h"
+
+namespace trainer_lora::lora {
+namespace {
+
+using config::AdapterInitialization;
+using distributed::TensorSlice;
+
+struct Case {
+  std::string name;
+  AdapterInitialization kind;
+  at::ScalarType dtype;
+  std::vector<int64_t> shape;  // [rank, in_features]
+  TensorSlice slice;
+  int threads;
+};
+
+at::Tensor Draw(const Case& test, at::Device device) {
+  const LoraInitialization initialization{/*seed=*/42, /*scope=*/"", test.kind};
+  return InitialLoraValue(initialization, "to_q.lora_A", test.shape, test.dtype,
+                          test.slice)
+      .to(device);
+}
+
+at::Tensor DrawBaseline(const Case& test, at::Device device) {
+  at::Tensor value = at::empty(
+      test.slice.sizes, at::TensorOptions().dtype(test.dtype).device(device));
+  if (test.kind == AdapterInitialization::kGaussian) {
+    return value.normal_(0, 1 / static_cast<double>(test.shape[0]));
+  }
+  const double bound = 1 / std::sqrt(static_cast<double>(test.shape[1]));
+  return value.uniform_(-bound, bound);
+}
+
+using DrawFunction = at::Tensor (*)(const Case& test, at::Device device);
+
+// Seconds until the value is there, and not only asked for.
+double Time(DrawFunction draw, const Case& test, at::Device device) {
+  const auto begin = std::chrono::steady_clock::now();
+  const at::Tensor value = draw(test, device);
+  if (device.is_cuda()) {
+    c10::impl::VirtualGuardImpl(device.type())
+        .synchronizeDevice(value.device().index());
+  }
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
+      .count();
+}
+
+double Median(std::vector<double> seconds) {
+  const auto middle = seconds.begin() + seconds.size() / 2;
+  std::nth_element(seconds.begin(), middle, seconds.end());
+  return *middle;
+}
+
+void BM_InitialLoraValue(benchmark::State& state, const Case& test,
+                         at::Device device) {
+  at::set_num_threads(test.threads);
+  std::vector<double> own, baseline;
+  for (auto _ : state) {
+    own.push_back(Time(Draw, test, device));
+    baseline.push_back(Time(DrawBaseline, test, device));
+    state.SetIterationTime(own.back());
+  }
+  state.counters["ratio"] = Median(baseline) / Median(own);
+  int64_t bytes = at::elementSize(test.dtype);
+  for (const int64_t size : test.slice.sizes) bytes *= size;
+  state.SetBytesProcessed(state.iterations() * bytes);
+}
+
+void Register(const Case& test, at::Device device) {
+  benchmark::RegisterBenchmark(
+      absl::StrCat("InitialLoraValue/", test.name, "/",
+                   at::toString(test.dtype), "/threads:", test.threads)
+          .c_str(),
+      [test, device](benchmark::State& state) {
+        BM_InitialLoraValue(state, test, device);
+      })
+      ->UseManualTime()
+      ->Unit(benchmark::kMicrosecond);
+}
+
+void RegisterAll(at::Device device) {
+  for (const auto kind :
+       {AdapterInitialization::kDefault, AdapterInitialization::kGaussian}) {
+    const char* const kind_name =
+        kind == AdapterInitialization::kDefault ? "default" : "gaussian";
+    const auto add = [&](const std::vector<int64_t>& shape,
+                         const TensorSlice& slice, absl::string_view suffix) {
+      const std::string name = absl::StrCat(kind_name, "/", shape[0], "x",
+                                            shape[1], std::string(suffix));
+      for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+        for (const int threads : {1, 2}) {
+          Register({name, kind, dtype, shape, slice, threads}, device);
+        }
+      }
+    };
+    for (const std::vector<int64_t>& shape :
+         {std::vector<int64_t>{16, 1536}, {64, 5120}, {128, 16384}}) {
+      add(shape, TensorSlice::Whole(shape), "");
+    }
+    // What the second of eight ranks has under Shard(1).
+    add({128, 16384}, {{0, 2048}, {128, 2048}}, "/shard1_of_8");
+  }
+}
+
+int Main(int argc, char** argv) {
+  constexpr absl::string_view kDeviceFlag = "--device=";
+  std::string device = "cpu";
+  char** const end =
+      std::remove_if(argv + 1, argv + argc, [&](absl::string_view argument) {
+        if (!absl::ConsumePrefix(&argument, kDeviceFlag)) return false;
+        device = std::string(argument);
+        return true;
+      });
+  argc = static_cast<int>(end - argv);
+  if (device == "cuda" && !at::hasCUDA()) {
+    std::cout << "--device=cuda: nothing is measured, as this build has no CUDA"
+              << std::endl;
+    return EXIT_SUCCESS;
+  }
+  if (device != "cpu" && device != "cuda") {
+    std::cerr << kDeviceFlag << device << ": give cpu or cuda" << std::endl;
+    return EXIT_FAILURE;
+  }
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return EXIT_FAILURE;
+  RegisterAll(at::Device(device));
+  benchmark::RunSpecifiedBenchmarks();
+  benchmark::Shutdown();
+  return EXIT_SUCCESS;
+}
+
+}  // namespace
+}  // namespace trainer_lora::lora
+
+int main(int argc, char** argv) { return trainer_lora::lora::Main(argc, argv); }
