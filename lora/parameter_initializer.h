@@ -57,8 +57,7 @@ struct LoraInitialization {
 // ".lora_A" (`global_shape` is [rank, in_features]) or ".lora_B"
 // ([out_features, rank]); throws c10::Error for another name or a slice out of
 // range. Allocates the slice alone, so that one of no elements costs nothing.
-// Thread safe; a large slice is filled by libtorch's intra-op threads, with the
-// same values for any number of them.
+// Thread safe; uses the calling thread alone.
 at::Tensor InitialLoraValue(const LoraInitialization& initialization,
                             absl::string_view name,
                             at::IntArrayRef global_shape, at::ScalarType dtype,
