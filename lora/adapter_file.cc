@@ -346,6 +346,10 @@ absl::Status CheckTensors(const distributed::SafetensorsFile& file,
                           const Adapters& adapters) {
   std::vector<std::string> problems;
   std::set<std::string> expected;
+  const auto is_floating = [](distributed::TensorDtype dtype) {
+    const auto scalar_type = distributed::ToScalarType(dtype);
+    return scalar_type.has_value() && at::isFloatingType(*scalar_type);
+  };
   for (const Factor& factor : adapters.factors) {
     expected.insert(factor.key);
     const distributed::TensorInfo* info = file.Find(factor.key);
@@ -355,7 +359,7 @@ absl::Status CheckTensors(const distributed::SafetensorsFile& file,
       problems.push_back(absl::StrCat(
           "of shape [", absl::StrJoin(info->shape, ", "), "] instead of [",
           absl::StrJoin(factor.tensor.sizes(), ", "), "]: ", factor.key));
-    } else if (!at::isFloatingType(distributed::ToScalarType(info->dtype))) {
+    } else if (!is_floating(info->dtype)) {
       problems.push_back(absl::StrCat(
           "of type ", std::string(distributed::TensorDtypeName(info->dtype)),
           ": ", factor.key));
@@ -378,7 +382,7 @@ absl::StatusOr<std::vector<at::Tensor>> ReadTensors(
   for (const Factor& factor : adapters.factors) {
     const distributed::TensorInfo& info = *file.Find(factor.key);
     at::Tensor tensor =
-        at::empty(info.shape, distributed::ToScalarType(info.dtype));
+        at::empty(info.shape, distributed::ToScalarType(info.dtype).value());
     LORA_RETURN_IF_ERROR(
         file.Read(info, 0,
                   absl::MakeSpan(static_cast<char*>(tensor.mutable_data_ptr()),

@@ -36,7 +36,8 @@ forbid '//config/...' '//distributed/... + //lora/... + //third_party/... + //ex
 forbid '//distributed/...' '//lora/... + //examples/... + //tests/...'
 forbid '//lora/...' '//examples/... + //tests/...'
 torch_free='//distributed:gradient_bucket + //distributed:placement + //distributed/checkpoint:safetensors_file'
-torch_free+=' + //distributed/checkpoint:key_aliases + //distributed/checkpoint:state_dict_mapping'
-torch_free+=' + //distributed/checkpoint:key_resolver + //lora:target_matcher'
+torch_free+=' + //distributed/checkpoint:safetensors_checkpoint + //distributed/checkpoint:key_aliases'
+torch_free+=' + //distributed/checkpoint:state_dict_mapping + //distributed/checkpoint:key_resolver'
+torch_free+=' + //lora:target_matcher'
 forbid "${torch_free}" '//third_party:libtorch'
 echo "lint: clean"

@@ -4,10 +4,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -24,6 +26,17 @@ namespace {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
               "safetensors files are little-endian, and are read as they are");
+
+constexpr TensorDtype kTensorDtypes[] = {
+    TensorDtype::kBool,       TensorDtype::kF4,         TensorDtype::kF6E2M3,
+    TensorDtype::kF6E3M2,     TensorDtype::kU8,         TensorDtype::kI8,
+    TensorDtype::kF8E5M2,     TensorDtype::kF8E4M3,     TensorDtype::kF8E8M0,
+    TensorDtype::kF8E4M3Fnuz, TensorDtype::kF8E5M2Fnuz, TensorDtype::kI16,
+    TensorDtype::kU16,        TensorDtype::kF16,        TensorDtype::kBF16,
+    TensorDtype::kI32,        TensorDtype::kU32,        TensorDtype::kF32,
+    TensorDtype::kC64,        TensorDtype::kF64,        TensorDtype::kI64,
+    TensorDtype::kU64,
+};
 
 // Fills `destination` from byte `offset` of the file on.
 absl::Status ReadAt(const std::string& path, int descriptor, uint64_t offset,
@@ -54,29 +67,95 @@ absl::Status HeaderError(const std::string& path, absl::string_view message) {
 
 }  // namespace
 
+absl::Span<const TensorDtype> AllTensorDtypes() { return kTensorDtypes; }
+
 absl::string_view TensorDtypeName(TensorDtype dtype) {
   switch (dtype) {
+    case TensorDtype::kBool:
+      return "BOOL";
+    case TensorDtype::kF4:
+      return "F4";
+    case TensorDtype::kF6E2M3:
+      return "F6_E2M3";
+    case TensorDtype::kF6E3M2:
+      return "F6_E3M2";
+    case TensorDtype::kU8:
+      return "U8";
+    case TensorDtype::kI8:
+      return "I8";
+    case TensorDtype::kF8E5M2:
+      return "F8_E5M2";
+    case TensorDtype::kF8E4M3:
+      return "F8_E4M3";
+    case TensorDtype::kF8E8M0:
+      return "F8_E8M0";
+    case TensorDtype::kF8E4M3Fnuz:
+      return "F8_E4M3FNUZ";
+    case TensorDtype::kF8E5M2Fnuz:
+      return "F8_E5M2FNUZ";
+    case TensorDtype::kI16:
+      return "I16";
+    case TensorDtype::kU16:
+      return "U16";
     case TensorDtype::kF16:
       return "F16";
     case TensorDtype::kBF16:
       return "BF16";
+    case TensorDtype::kI32:
+      return "I32";
+    case TensorDtype::kU32:
+      return "U32";
     case TensorDtype::kF32:
       return "F32";
+    case TensorDtype::kC64:
+      return "C64";
+    case TensorDtype::kF64:
+      return "F64";
     case TensorDtype::kI64:
       return "I64";
+    case TensorDtype::kU64:
+      return "U64";
   }
   return "unknown";
 }
 
-int64_t TensorDtypeSize(TensorDtype dtype) {
+std::optional<TensorDtype> ParseTensorDtype(absl::string_view name) {
+  for (const TensorDtype dtype : kTensorDtypes) {
+    if (name == TensorDtypeName(dtype)) return dtype;
+  }
+  return std::nullopt;
+}
+
+int64_t TensorDtypeBits(TensorDtype dtype) {
   switch (dtype) {
+    case TensorDtype::kF4:
+      return 4;
+    case TensorDtype::kF6E2M3:
+    case TensorDtype::kF6E3M2:
+      return 6;
+    case TensorDtype::kBool:
+    case TensorDtype::kU8:
+    case TensorDtype::kI8:
+    case TensorDtype::kF8E5M2:
+    case TensorDtype::kF8E4M3:
+    case TensorDtype::kF8E8M0:
+    case TensorDtype::kF8E4M3Fnuz:
+    case TensorDtype::kF8E5M2Fnuz:
+      return 8;
+    case TensorDtype::kI16:
+    case TensorDtype::kU16:
     case TensorDtype::kF16:
     case TensorDtype::kBF16:
-      return 2;
+      return 16;
+    case TensorDtype::kI32:
+    case TensorDtype::kU32:
     case TensorDtype::kF32:
-      return 4;
+      return 32;
+    case TensorDtype::kC64:
+    case TensorDtype::kF64:
     case TensorDtype::kI64:
-      return 8;
+    case TensorDtype::kU64:
+      return 64;
   }
   return 0;
 }
@@ -96,14 +175,14 @@ SafetensorsFile::SafetensorsFile(SafetensorsFile&& other) noexcept
     : path_(std::move(other.path_)),
       descriptor_(std::exchange(other.descriptor_, -1)),
       tensors_(std::move(other.tensors_)),
-      index_(std::move(other.index_)),
+      by_name_(std::move(other.by_name_)),
       metadata_(std::move(other.metadata_)) {}
 
 SafetensorsFile& SafetensorsFile::operator=(SafetensorsFile&& other) noexcept {
   path_.swap(other.path_);
   std::swap(descriptor_, other.descriptor_);
   tensors_.swap(other.tensors_);
-  index_.swap(other.index_);
+  by_name_.swap(other.by_name_);
   metadata_.swap(other.metadata_);
   return *this;
 }
@@ -153,16 +232,19 @@ absl::Status SafetensorsFile::ReadHeader() {
                                        file_size - data_begin);
   if (!header.ok()) return HeaderError(path_, header.status().message());
   tensors_ = std::move(header->tensors);
+  by_name_ = std::move(header->by_name);
   metadata_ = std::move(header->metadata);
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    index_.emplace(tensors_[i].name, i);
-  }
   return absl::OkStatus();
 }
 
 const TensorInfo* SafetensorsFile::Find(absl::string_view name) const {
-  const auto found = index_.find(name);
-  return found == index_.end() ? nullptr : &tensors_[found->second];
+  const auto found =
+      std::lower_bound(by_name_.begin(), by_name_.end(), name,
+                       [this](size_t i, absl::string_view sought) {
+                         return tensors_[i].name < sought;
+                       });
+  if (found == by_name_.end() || tensors_[*found].name != name) return nullptr;
+  return &tensors_[*found];
 }
 
 absl::Status SafetensorsFile::Read(const TensorInfo& tensor,

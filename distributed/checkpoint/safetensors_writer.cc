@@ -1,4 +1,5 @@
-// WriteSafetensors of safetensors_file.h.
+#include "distributed/checkpoint/safetensors_writer.h"
+
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -9,8 +10,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <functional>
+#include <limits>
 #include <map>
-#include <optional>
+#include <memory>
 #include <set>
 #include <string>
 #include <utility>
@@ -30,72 +32,39 @@
 namespace trainer_lora::distributed {
 namespace {
 
-// A tensor with its bytes.
-struct Chunk {
-  const TensorView* tensor;
-  absl::string_view bytes;
-};
-
-absl::Status TensorError(const TensorView& tensor, absl::string_view message) {
+absl::Status TensorError(absl::string_view name, absl::string_view message) {
   return absl::InvalidArgumentError(
-      absl::StrCat("tensor \"", tensor.name, "\" ", message));
+      absl::StrCat("tensor \"", name, "\" ", message));
 }
 
-// The tensors in the order in which their bytes are written: the widest types
-// first, so that each tensor is aligned to its type, then by name.
-absl::StatusOr<std::vector<Chunk>> MakeChunks(
-    absl::Span<const TensorView> tensors) {
-  std::vector<Chunk> chunks;
+absl::Status CheckNames(const std::vector<TensorSpec>& tensors) {
   std::set<absl::string_view> names;
-  for (const TensorView& tensor : tensors) {
+  for (const TensorSpec& tensor : tensors) {
     if (!names.insert(tensor.name).second) {
-      return TensorError(tensor, "is there twice");
+      return TensorError(tensor.name, "is there twice");
     }
-    if (tensor.name == "__metadata__") {
-      return TensorError(tensor, "has a name that the format reserves");
+    if (tensor.name == internal::kMetadataName) {
+      return TensorError(tensor.name, "has a name that the format reserves");
     }
-    const std::optional<uint64_t> size =
-        internal::TensorByteSize(tensor.dtype, tensor.shape);
-    if (!size.has_value()) {
-      return TensorError(tensor,
-                         absl::StrCat("has the impossible shape [",
-                                      absl::StrJoin(tensor.shape, ", "), "]"));
-    }
-    if (*size > 0 && tensor.data == nullptr) {
-      return TensorError(tensor, "has no data");
-    }
-    chunks.push_back(
-        {&tensor, absl::string_view(static_cast<const char*>(tensor.data),
-                                    static_cast<size_t>(*size))});
-  }
-  std::sort(chunks.begin(), chunks.end(), [](const Chunk& a, const Chunk& b) {
-    if (a.tensor->dtype != b.tensor->dtype) {
-      return a.tensor->dtype > b.tensor->dtype;
-    }
-    return a.tensor->name < b.tensor->name;
-  });
-  return chunks;
-}
-
-// A file can't say that two tensors are one: who loads it would get two.
-absl::Status CheckNoSharedMemory(std::vector<Chunk> chunks) {
-  std::stable_sort(chunks.begin(), chunks.end(),
-                   [](const Chunk& a, const Chunk& b) {
-                     return std::less<>()(a.bytes.data(), b.bytes.data());
-                   });
-  const Chunk* previous = nullptr;
-  for (const Chunk& chunk : chunks) {
-    if (chunk.bytes.empty()) continue;
-    if (previous != nullptr &&
-        std::less<>()(chunk.bytes.data(),
-                      previous->bytes.data() + previous->bytes.size())) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "tensors \"", previous->tensor->name, "\" and \"", chunk.tensor->name,
-          "\" share memory: leave one of them out, or copy it"));
-    }
-    previous = &chunk;
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<uint64_t> ByteSize(const std::string& name, TensorDtype dtype,
+                                  const std::vector<int64_t>& shape) {
+  absl::StatusOr<uint64_t> size = internal::TensorByteSize(dtype, shape);
+  if (size.ok()) return size;
+  return absl::InvalidArgumentError(
+      absl::StrCat("tensor \"", name, "\": ", size.status().message()));
+}
+
+// The widest types first, so that each tensor is aligned to its type, then by
+// name.
+void SortByPlace(std::vector<TensorSpec>& tensors) {
+  std::sort(tensors.begin(), tensors.end(),
+            [](const TensorSpec& a, const TensorSpec& b) {
+              return a.dtype != b.dtype ? a.dtype > b.dtype : a.name < b.name;
+            });
 }
 
 // `text` as a JSON string.
@@ -108,9 +77,15 @@ absl::StatusOr<std::string> Quote(const std::string& text) {
   }
 }
 
-// The length and the header, padded so that the data begins at a multiple of 8.
-absl::StatusOr<std::string> MakeHeader(
-    const std::vector<Chunk>& chunks,
+// What comes before the tensors, and how much they are.
+struct Preamble {
+  std::string bytes;  // The length and the header.
+  uint64_t data_size;
+};
+
+// Padded so that the data begins at a multiple of 8.
+absl::StatusOr<Preamble> MakePreamble(
+    const std::vector<TensorSpec>& sorted_tensors,
     const std::map<std::string, std::string>& metadata) {
   std::vector<std::string> entries;
   if (!metadata.empty()) {
@@ -120,17 +95,22 @@ absl::StatusOr<std::string> MakeHeader(
       LORA_ASSIGN_OR_RETURN(const std::string quoted_value, Quote(value));
       pairs.push_back(absl::StrCat(quoted_key, ":", quoted_value));
     }
-    entries.push_back(
-        absl::StrCat("\"__metadata__\":{", absl::StrJoin(pairs, ","), "}"));
+    entries.push_back(absl::StrCat("\"", internal::kMetadataName, "\":{",
+                                   absl::StrJoin(pairs, ","), "}"));
   }
   uint64_t offset = 0;
-  for (const Chunk& chunk : chunks) {
-    LORA_ASSIGN_OR_RETURN(const std::string name, Quote(chunk.tensor->name));
-    const uint64_t end = offset + chunk.bytes.size();
-    entries.push_back(absl::StrCat(
-        name, ":{\"dtype\":\"", TensorDtypeName(chunk.tensor->dtype),
-        "\",\"shape\":[", absl::StrJoin(chunk.tensor->shape, ","),
-        "],\"data_offsets\":[", offset, ",", end, "]}"));
+  for (const TensorSpec& tensor : sorted_tensors) {
+    LORA_ASSIGN_OR_RETURN(const std::string name, Quote(tensor.name));
+    LORA_ASSIGN_OR_RETURN(const uint64_t size,
+                          ByteSize(tensor.name, tensor.dtype, tensor.shape));
+    const uint64_t end = offset + size;
+    if (end > std::numeric_limits<int64_t>::max()) {
+      return TensorError(tensor.name, "makes the file larger than 2^63 bytes");
+    }
+    entries.push_back(
+        absl::StrCat(name, ":{\"dtype\":\"", TensorDtypeName(tensor.dtype),
+                     "\",\"shape\":[", absl::StrJoin(tensor.shape, ","),
+                     "],\"data_offsets\":[", offset, ",", end, "]}"));
     offset = end;
   }
   std::string json = absl::StrCat("{", absl::StrJoin(entries, ","), "}");
@@ -141,18 +121,68 @@ absl::StatusOr<std::string> MakeHeader(
         "the header would have ", size, " bytes, more than the format's limit ",
         "of ", internal::kMaxSafetensorsHeaderSize));
   }
-  return std::string(reinterpret_cast<const char*>(&size), sizeof(size)) + json;
+  return Preamble{
+      std::string(reinterpret_cast<const char*>(&size), sizeof(size)) + json,
+      offset};
+}
+
+// Checks and sorts `tensors`.
+absl::StatusOr<Preamble> Prepare(
+    std::vector<TensorSpec>& tensors,
+    const std::map<std::string, std::string>& metadata) {
+  LORA_RETURN_IF_ERROR(CheckNames(tensors));
+  SortByPlace(tensors);
+  return MakePreamble(tensors, metadata);
 }
 
 absl::Status FileError(absl::string_view action, const std::string& path) {
   return absl::ErrnoToStatus(errno, absl::StrCat(action, " ", path));
 }
 
+absl::StatusOr<absl::string_view> Bytes(const TensorView& tensor) {
+  LORA_ASSIGN_OR_RETURN(const uint64_t size,
+                        ByteSize(tensor.name, tensor.dtype, tensor.shape));
+  if (size > 0 && tensor.data == nullptr) {
+    return TensorError(tensor.name, "has no data");
+  }
+  return absl::string_view(static_cast<const char*>(tensor.data),
+                           static_cast<size_t>(size));
+}
+
+using BytesByName = std::map<absl::string_view, absl::string_view>;
+
+// A file can't say that two tensors are one: who loads it would get two.
+absl::Status CheckNoSharedMemory(const BytesByName& tensors) {
+  std::vector<const BytesByName::value_type*> by_address;
+  for (const auto& tensor : tensors) {
+    if (!tensor.second.empty()) by_address.push_back(&tensor);
+  }
+  std::stable_sort(by_address.begin(), by_address.end(),
+                   [](const auto* a, const auto* b) {
+                     return std::less<>()(a->second.data(), b->second.data());
+                   });
+  const BytesByName::value_type* previous = nullptr;
+  for (const auto* tensor : by_address) {
+    if (previous != nullptr &&
+        std::less<>()(tensor->second.data(),
+                      previous->second.data() + previous->second.size())) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "tensors \"", previous->first, "\" and \"", tensor->first,
+          "\" share memory: leave one of them out, or copy it"));
+    }
+    previous = tensor;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 // A new file beside the one that it becomes, removed again unless it does.
-class TemporaryFile {
+class SafetensorsWriter::TemporaryFile {
  public:
   // In the folder of `target`, since a rename does not cross file systems.
-  static absl::StatusOr<TemporaryFile> Create(const std::string& target) {
+  static absl::StatusOr<std::unique_ptr<TemporaryFile>> Create(
+      const std::string& target) {
     static std::atomic<uint64_t> count{0};
     const std::string folder = Folder(target);
     // Another host or a killed process may have left a file of this name.
@@ -161,16 +191,17 @@ class TemporaryFile {
                                       count++, ".tmp");
       const int descriptor =
           open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-      if (descriptor >= 0) return TemporaryFile(std::move(path), descriptor);
+      if (descriptor >= 0) {
+        return std::unique_ptr<TemporaryFile>(
+            new TemporaryFile(std::move(path), descriptor));
+      }
       if (errno != EEXIST) break;
     }
     return FileError("creating a file in", folder);
   }
 
-  TemporaryFile(TemporaryFile&& other) noexcept
-      : path_(std::exchange(other.path_, "")),
-        descriptor_(std::exchange(other.descriptor_, -1)) {}
-  TemporaryFile& operator=(TemporaryFile&&) = delete;
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
 
   ~TemporaryFile() {
     if (descriptor_ >= 0) close(descriptor_);
@@ -229,21 +260,99 @@ class TemporaryFile {
   int descriptor_;
 };
 
-}  // namespace
+absl::StatusOr<uint64_t> SafetensorsFileSize(
+    std::vector<TensorSpec> tensors,
+    const std::map<std::string, std::string>& metadata) {
+  LORA_ASSIGN_OR_RETURN(const Preamble preamble, Prepare(tensors, metadata));
+  return preamble.bytes.size() + preamble.data_size;
+}
+
+absl::StatusOr<SafetensorsWriter> SafetensorsWriter::Create(
+    const std::string& path, std::vector<TensorSpec> tensors,
+    const std::map<std::string, std::string>& metadata) {
+  LORA_ASSIGN_OR_RETURN(const Preamble preamble, Prepare(tensors, metadata));
+  LORA_ASSIGN_OR_RETURN(std::unique_ptr<TemporaryFile> file,
+                        TemporaryFile::Create(path));
+  LORA_RETURN_IF_ERROR(file->Write(preamble.bytes));
+  return SafetensorsWriter(path, std::move(tensors), preamble.data_size,
+                           std::move(file));
+}
+
+SafetensorsWriter::SafetensorsWriter(std::string path,
+                                     std::vector<TensorSpec> tensors,
+                                     uint64_t data_size,
+                                     std::unique_ptr<TemporaryFile> file)
+    : path_(std::move(path)),
+      tensors_(std::move(tensors)),
+      bytes_left_(data_size),
+      file_(std::move(file)) {}
+
+SafetensorsWriter::SafetensorsWriter(SafetensorsWriter&& other) noexcept =
+    default;
+SafetensorsWriter& SafetensorsWriter::operator=(
+    SafetensorsWriter&& other) noexcept = default;
+SafetensorsWriter::~SafetensorsWriter() = default;
+
+absl::Status SafetensorsWriter::Append(absl::string_view bytes) {
+  LORA_RETURN_IF_ERROR(CheckOpen());
+  if (bytes.size() > bytes_left_) {
+    return absl::OutOfRangeError(
+        absl::StrCat(path_, ": ", bytes.size(), " bytes were appended where ",
+                     "the tensors have ", bytes_left_, " left"));
+  }
+  absl::Status status = file_->Write(bytes);
+  if (!status.ok()) {
+    file_.reset();
+    return status;
+  }
+  bytes_left_ -= bytes.size();
+  return absl::OkStatus();
+}
+
+absl::Status SafetensorsWriter::Finish() {
+  LORA_RETURN_IF_ERROR(CheckOpen());
+  if (bytes_left_ > 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path_, " lacks ", bytes_left_, " bytes, from tensor \"",
+                     FirstIncomplete(), "\" on: append them first"));
+  }
+  return std::exchange(file_, nullptr)->MoveTo(path_);
+}
+
+const std::string& SafetensorsWriter::FirstIncomplete() const {
+  uint64_t bytes_left = bytes_left_;
+  auto tensor = tensors_.rbegin();
+  for (;; ++tensor) {
+    const uint64_t size =
+        internal::TensorByteSize(tensor->dtype, tensor->shape).value();
+    if (bytes_left <= size) return tensor->name;
+    bytes_left -= size;
+  }
+}
+
+absl::Status SafetensorsWriter::CheckOpen() const {
+  if (file_ != nullptr) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("the writer of ", path_, " is done, or failed before"));
+}
 
 absl::Status WriteSafetensors(
     const std::string& path, absl::Span<const TensorView> tensors,
     const std::map<std::string, std::string>& metadata) {
-  LORA_ASSIGN_OR_RETURN(const std::vector<Chunk> chunks, MakeChunks(tensors));
-  LORA_RETURN_IF_ERROR(CheckNoSharedMemory(chunks));
-  LORA_ASSIGN_OR_RETURN(const std::string header, MakeHeader(chunks, metadata));
-
-  LORA_ASSIGN_OR_RETURN(TemporaryFile file, TemporaryFile::Create(path));
-  LORA_RETURN_IF_ERROR(file.Write(header));
-  for (const Chunk& chunk : chunks) {
-    LORA_RETURN_IF_ERROR(file.Write(chunk.bytes));
+  std::vector<TensorSpec> specs;
+  BytesByName bytes;
+  for (const TensorView& tensor : tensors) {
+    specs.push_back({tensor.name, tensor.dtype, tensor.shape});
+    LORA_ASSIGN_OR_RETURN(bytes[tensor.name], Bytes(tensor));
   }
-  return file.MoveTo(path);
+  LORA_RETURN_IF_ERROR(CheckNoSharedMemory(bytes));
+  LORA_ASSIGN_OR_RETURN(
+      SafetensorsWriter writer,
+      SafetensorsWriter::Create(path, std::move(specs), metadata));
+  for (const TensorSpec& tensor : writer.tensors()) {
+    LORA_RETURN_IF_ERROR(writer.Append(bytes.at(tensor.name)));
+  }
+  return writer.Finish();
 }
 
 }  // namespace trainer_lora::distributed

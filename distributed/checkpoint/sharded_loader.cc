@@ -163,11 +163,17 @@ class Planner {
                                           " and ", source.name, ")"));
     }
     Target& target = plan_.targets[found->second];
-    const at::ScalarType dtype = ToScalarType(source.dtype);
+    const std::optional<at::ScalarType> dtype = ToScalarType(source.dtype);
     if (target.tensor.sizes() != at::IntArrayRef(source.shape) ||
-        !IsConvertible(dtype, target.tensor.scalar_type())) {
+        !dtype.has_value() ||
+        !IsConvertible(*dtype, target.tensor.scalar_type())) {
       mismatched_.push_back(absl::StrCat(
-          name, " is ", DescribeTensor(dtype, source.shape),
+          name, " is ",
+          dtype.has_value()
+              ? DescribeTensor(*dtype, source.shape)
+              : absl::StrCat(TensorDtypeName(source.dtype), " [",
+                             absl::StrJoin(source.shape, ", "),
+                             "], a type that tensors do not have,"),
           " in the checkpoint and ",
           DescribeTensor(target.tensor.scalar_type(), target.tensor.sizes()),
           " in the model"));
@@ -261,7 +267,7 @@ absl::Status Fill(const at::Tensor& destination, const Target& target,
     return absl::OkStatus();
   }
   const TensorInfo& source = *target.source;
-  const at::ScalarType dtype = ToScalarType(source.dtype);
+  const at::ScalarType dtype = ToScalarType(source.dtype).value();
   const bool reads_in_place = destination.is_cpu() &&
                               destination.scalar_type() == dtype &&
                               destination.is_contiguous();

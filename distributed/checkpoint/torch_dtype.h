@@ -9,9 +9,11 @@
 
 namespace trainer_lora::distributed {
 
-at::ScalarType ToScalarType(TensorDtype dtype);
+// Nothing for F6_E2M3 and F6_E3M2, which tensors do not have, and for F4, which
+// they have as pairs: a tensor of those has another shape than the file says.
+std::optional<at::ScalarType> ToScalarType(TensorDtype dtype);
 
-// Nothing for a type that files do not have.
+// Nothing for a type that files do not have, or not with a tensor's shape.
 std::optional<TensorDtype> ToTensorDtype(at::ScalarType dtype);
 
 }  // namespace trainer_lora::distributed

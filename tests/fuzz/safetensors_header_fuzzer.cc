@@ -31,16 +31,16 @@ void CheckTensors(const SafetensorsHeader& header, uint64_t data_begin,
     FUZZ_CHECK(tensor.name != "__metadata__");
     FUZZ_CHECK(tensor.byte_offset == end) << tensor.name;
     // Zeros first: what is beside them may be as large as it likes.
-    unsigned __int128 size = TensorDtypeSize(tensor.dtype);
+    unsigned __int128 bits = TensorDtypeBits(tensor.dtype);
     for (const int64_t dimension : tensor.shape) {
       FUZZ_CHECK(dimension >= 0) << tensor.name;
-      if (dimension == 0) size = 0;
+      if (dimension == 0) bits = 0;
     }
     for (const int64_t dimension : tensor.shape) {
-      size *= static_cast<uint64_t>(dimension);
-      FUZZ_CHECK(size >> 64 == 0) << tensor.name;
+      bits *= static_cast<uint64_t>(dimension);
+      FUZZ_CHECK(bits >> 66 == 0) << tensor.name;
     }
-    FUZZ_CHECK(tensor.byte_size == size) << tensor.name;
+    FUZZ_CHECK(bits % 8 == 0 && tensor.byte_size == bits / 8) << tensor.name;
     end += tensor.byte_size;
   }
   FUZZ_CHECK(end == data_begin + data_size);

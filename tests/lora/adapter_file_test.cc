@@ -239,10 +239,11 @@ TEST_F(AdapterFileTest, AFailedSaveLeavesNothingBehind) {
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        HasSubstr("has no LoRA adapter")));
   const auto model = AdaptedModel();
-  model->to_q->lora_A().set_data(model->to_q->lora_A().to(at::kDouble));
-  EXPECT_THAT(SaveAdapter(*model, Path("adapter")),
-              StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("to_q.lora_A.weight is of type Double")));
+  model->to_q->lora_A().set_data(model->to_q->lora_A().to(at::kComplexDouble));
+  EXPECT_THAT(
+      SaveAdapter(*model, Path("adapter")),
+      StatusIs(absl::StatusCode::kFailedPrecondition,
+               HasSubstr("to_q.lora_A.weight is of type ComplexDouble")));
   EXPECT_TRUE(FilesBeside(".").empty());
 }
 
@@ -320,11 +321,13 @@ TEST_F(AdapterFileTest, LoadingTensorsThatDoNotFitNamesThemAll) {
                                    distributed::TensorDtype::kF32,
                                    std::move(shape), &data[offset]};
   };
+  distributed::TensorView four_bits = view("to_v.lora_B", {3, 2}, 31);
+  four_bits.dtype = distributed::TensorDtype::kF4;
   ASSERT_THAT(
       distributed::WriteSafetensors(
           Path("adapter/adapter_model.safetensors"),
           {view("to_q.lora_A", {2, 5}, 0), view("to_q.lora_B", {7, 3}, 10),
-           view("to_v.lora_B", {3, 2}, 31), view("to_z.lora_A", {2, 5}, 37)},
+           four_bits, view("to_z.lora_A", {2, 5}, 37)},
           {}),
       IsOk());
   const auto model = AdaptedModel();
@@ -335,6 +338,7 @@ TEST_F(AdapterFileTest, LoadingTensorsThatDoNotFitNamesThemAll) {
           absl::StatusCode::kInvalidArgument,
           AllOf(HasSubstr("missing: base_model.model.to_v.lora_A.weight"),
                 HasSubstr("unexpected: base_model.model.to_z.lora_A.weight"),
+                HasSubstr("of type F4: base_model.model.to_v.lora_B.weight"),
                 HasSubstr("of shape [7, 3] instead of [7, 2]: "
                           "base_model.model.to_q.lora_B.weight"))));
   ExpectEqual(AdapterValues(*model), before);

@@ -58,7 +58,7 @@ Tensors ReadFixture(int64_t& synchronized) {
   if (!file.ok()) return tensors;
   for (const distributed::TensorInfo& info : file->tensors()) {
     const at::Tensor tensor =
-        at::empty(info.shape, distributed::ToScalarType(info.dtype));
+        at::empty(info.shape, distributed::ToScalarType(info.dtype).value());
     EXPECT_THAT(file->Read(info, 0,
                            absl::MakeSpan(static_cast<char*>(tensor.data_ptr()),
                                           info.byte_size)),

@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <optional>
-#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -17,51 +17,42 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "config/internal/status_macros.h"
+#include "distributed/checkpoint/internal/json_handler.h"
 #include "distributed/checkpoint/safetensors_file.h"
-#include "nlohmann/json.hpp"
 
 namespace trainer_lora::distributed::internal {
 namespace {
 
 constexpr uint64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
 
-std::optional<TensorDtype> ParseDtype(absl::string_view name) {
-  for (const TensorDtype dtype : {TensorDtype::kF16, TensorDtype::kBF16,
-                                  TensorDtype::kF32, TensorDtype::kI64}) {
-    if (name == TensorDtypeName(dtype)) return dtype;
-  }
-  return std::nullopt;
+// The first dimensions of a shape, with its type.
+std::string DescribeShape(TensorDtype dtype,
+                          const std::vector<int64_t>& shape) {
+  constexpr size_t kMaxShown = 16;
+  const absl::Span<const int64_t> shown =
+      absl::MakeConstSpan(shape).subspan(0, kMaxShown);
+  return absl::StrCat("the shape [", absl::StrJoin(shown, ", "),
+                      shown.size() < shape.size() ? ", ...] of " : "] of ",
+                      TensorDtypeName(dtype));
 }
 
-// Receives the JSON header as events: a DOM would keep the last of two equal
-// keys in silence, and would follow any nesting.
-class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
+class HeaderHandler : public JsonHandler {
  public:
   HeaderHandler(uint64_t data_begin, uint64_t data_size)
-      : data_begin_(data_begin), data_size_(data_size) {}
-
-  // Why parsing stopped.
-  const absl::Status& status() const { return status_; }
+      : JsonHandler("the header"),
+        data_begin_(data_begin),
+        data_size_(data_size) {}
 
   SafetensorsHeader& header() { return header_; }
-
-  bool null() override { return Unexpected("null"); }
-  bool boolean(bool value) override {
-    return Unexpected(value ? "true" : "false");
-  }
-  bool number_integer(int64_t value) override {
-    return Unexpected(absl::StrCat(value));
-  }
-  bool number_float(double, const std::string& text) override {
-    return Unexpected(text);
-  }
-  bool binary(nlohmann::json::binary_t&) override {
-    return Unexpected("binary data");
-  }
 
   bool number_unsigned(uint64_t value) override {
     if (place_ != Place::kNumbers || value > kMaxInt64) {
       return Unexpected(absl::StrCat(value));
+    }
+    if (field_ == "data_offsets" && numbers_.size() == 2) {
+      return TensorError("data_offsets must be 2 numbers, got more");
     }
     numbers_.push_back(static_cast<int64_t>(value));
     return true;
@@ -75,11 +66,14 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
     if (place_ != Place::kTensor || field_ != "dtype") {
       return Unexpected("a string");
     }
-    dtype_ = ParseDtype(value);
+    dtype_ = ParseTensorDtype(value);
     if (!dtype_.has_value()) {
       return TensorError(absl::StrCat(
-          "the type \"", value, "\" is not supported: it must be F32, F16, ",
-          "BF16 or I64"));
+          "the type ", QuoteName(value), " is not one of ",
+          absl::StrJoin(AllTensorDtypes(), ", ",
+                        [](std::string* out, TensorDtype dtype) {
+                          absl::StrAppend(out, TensorDtypeName(dtype));
+                        })));
     }
     return true;
   }
@@ -90,7 +84,8 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
         place_ = Place::kHeader;
         return true;
       case Place::kHeader:
-        place_ = name_ == "__metadata__" ? Place::kMetadata : Place::kTensor;
+        if (name_ == kMetadataName) return StartMetadata();
+        place_ = Place::kTensor;
         dtype_.reset();
         shape_.reset();
         data_offsets_.reset();
@@ -104,15 +99,12 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
     switch (place_) {
       case Place::kHeader:
         name_ = std::move(key);
-        if (!names_.insert(name_).second) {
-          return Error(absl::StrCat("the header has \"", name_, "\" twice"));
-        }
         return true;
       case Place::kMetadata:
         metadata_key_ = std::move(key);
         if (header_.metadata.count(metadata_key_) != 0) {
-          return Error(
-              absl::StrCat("__metadata__ has \"", metadata_key_, "\" twice"));
+          return Error(absl::StrCat("__metadata__ has ",
+                                    QuoteName(metadata_key_), " twice"));
         }
         return true;
       default:
@@ -137,40 +129,38 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
 
   bool end_array() override {
     place_ = Place::kTensor;
-    (field_ == "shape" ? shape_ : data_offsets_) = std::move(numbers_);
+    // Copies: numbers_ keeps its room for the next array, and a shape takes no
+    // more than it needs.
+    if (field_ == "shape") {
+      shape_ = numbers_;
+      return true;
+    }
+    if (numbers_.size() != 2) {
+      return TensorError(absl::StrCat("data_offsets must be 2 numbers, got ",
+                                      numbers_.size()));
+    }
+    data_offsets_ = {numbers_[0], numbers_[1]};
     return true;
-  }
-
-  bool parse_error(size_t position, const std::string&,
-                   const nlohmann::json::exception&) override {
-    return Error(
-        absl::StrCat("the header is not valid JSON at its byte ", position));
   }
 
  private:
   enum class Place { kStart, kHeader, kMetadata, kTensor, kNumbers };
 
-  bool Error(std::string message) {
-    status_ = absl::DataLossError(std::move(message));
-    return false;
-  }
-
   bool TensorError(absl::string_view message) {
-    return Error(absl::StrCat("tensor \"", name_, "\": ", message));
+    return Error(absl::StrCat("tensor ", QuoteName(name_), ": ", message));
   }
 
-  // What is wrong with meeting `value` at this place.
-  bool Unexpected(absl::string_view value) {
+  bool Unexpected(absl::string_view value) override {
     switch (place_) {
       case Place::kStart:
         return Error(
             absl::StrCat("the header must be a JSON object, got ", value));
       case Place::kHeader:
         return Error(
-            absl::StrCat("\"", name_, "\" must be an object, got ", value));
+            absl::StrCat(QuoteName(name_), " must be an object, got ", value));
       case Place::kMetadata:
-        return Error(absl::StrCat("__metadata__ \"", metadata_key_,
-                                  "\" must be a string, got ", value));
+        return Error(absl::StrCat("__metadata__ ", QuoteName(metadata_key_),
+                                  " must be a string, got ", value));
       case Place::kTensor:
         return TensorError(absl::StrCat(
             field_, " must be ", field_ == "dtype" ? "a string" : "an array",
@@ -182,10 +172,19 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
     return false;
   }
 
+  bool StartMetadata() {
+    if (std::exchange(has_metadata_, true)) {
+      return Error(
+          absl::StrCat("the header has \"", kMetadataName, "\" twice"));
+    }
+    place_ = Place::kMetadata;
+    return true;
+  }
+
   bool StartField(std::string field) {
     field_ = std::move(field);
     if (field_ != "dtype" && field_ != "shape" && field_ != "data_offsets") {
-      return TensorError(absl::StrCat("unknown field \"", field_, "\""));
+      return TensorError(absl::StrCat("unknown field ", QuoteName(field_)));
     }
     if ((field_ == "dtype" && dtype_.has_value()) ||
         (field_ == "shape" && shape_.has_value()) ||
@@ -202,10 +201,6 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
     if (!shape_.has_value()) return TensorError("it has no shape");
     if (!data_offsets_.has_value())
       return TensorError("it has no data_offsets");
-    if (data_offsets_->size() != 2) {
-      return TensorError(absl::StrCat("data_offsets must be 2 numbers, got ",
-                                      data_offsets_->size()));
-    }
     const uint64_t begin = (*data_offsets_)[0];
     const uint64_t end = (*data_offsets_)[1];
     if (begin > end || end > data_size_) {
@@ -213,27 +208,23 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
                                       "] are not a range of the file's ",
                                       data_size_, " bytes of data"));
     }
-    const std::string shape = absl::StrJoin(*shape_, ", ");
-    const std::optional<uint64_t> size = TensorByteSize(*dtype_, *shape_);
-    if (!size.has_value()) {
-      return TensorError(absl::StrCat("the shape [", shape, "] is too large"));
-    }
+    const absl::StatusOr<uint64_t> size = TensorByteSize(*dtype_, *shape_);
+    if (!size.ok()) return TensorError(size.status().message());
     if (*size != end - begin) {
-      return TensorError(
-          absl::StrCat("the shape [", shape, "] of ", TensorDtypeName(*dtype_),
-                       " takes ", *size, " bytes, but data_offsets [", begin,
-                       ", ", end, "] give it ", end - begin));
+      return TensorError(absl::StrCat(DescribeShape(*dtype_, *shape_),
+                                      " takes ", *size,
+                                      " bytes, but data_offsets [", begin, ", ",
+                                      end, "] give it ", end - begin));
     }
-    header_.tensors.push_back(
-        {name_, *dtype_, *std::move(shape_), data_begin_ + begin, end - begin});
+    header_.tensors.push_back({std::move(name_), *dtype_, *std::move(shape_),
+                               data_begin_ + begin, end - begin});
     return true;
   }
 
   const uint64_t data_begin_;
   const uint64_t data_size_;
   SafetensorsHeader header_;
-  std::set<std::string> names_;
-  absl::Status status_;
+  bool has_metadata_ = false;
 
   Place place_ = Place::kStart;
   std::string name_;          // The key of kHeader's current entry.
@@ -242,8 +233,26 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
   std::vector<int64_t> numbers_;
   std::optional<TensorDtype> dtype_;
   std::optional<std::vector<int64_t>> shape_;
-  std::optional<std::vector<int64_t>> data_offsets_;
+  std::optional<std::array<int64_t, 2>> data_offsets_;
 };
+
+// The indices of `tensors`, sorted by name, of which there must be no two
+// alike.
+absl::StatusOr<std::vector<size_t>> SortByName(
+    const std::vector<TensorInfo>& tensors) {
+  std::vector<size_t> by_name(tensors.size());
+  std::iota(by_name.begin(), by_name.end(), size_t{0});
+  std::sort(by_name.begin(), by_name.end(), [&tensors](size_t a, size_t b) {
+    return tensors[a].name < tensors[b].name;
+  });
+  const auto twice = std::adjacent_find(
+      by_name.begin(), by_name.end(), [&tensors](size_t a, size_t b) {
+        return tensors[a].name == tensors[b].name;
+      });
+  if (twice == by_name.end()) return by_name;
+  return absl::DataLossError(absl::StrCat(
+      "the header has ", QuoteName(tensors[*twice].name), " twice"));
+}
 
 // That `tensors`, sorted, fill [begin, end) without gap or overlap.
 absl::Status CheckLayout(const std::vector<TensorInfo>& tensors,
@@ -253,14 +262,14 @@ absl::Status CheckLayout(const std::vector<TensorInfo>& tensors,
   for (const TensorInfo& tensor : tensors) {
     const uint64_t begin = tensor.byte_offset - data_begin;
     if (begin < filled) {
-      return absl::DataLossError(
-          absl::StrCat("tensor \"", tensor.name, "\" begins at byte ", begin,
-                       " of the data, inside tensor \"", previous->name, "\""));
+      return absl::DataLossError(absl::StrCat(
+          "tensor ", QuoteName(tensor.name), " begins at byte ", begin,
+          " of the data, inside tensor ", QuoteName(previous->name)));
     }
     if (begin > filled) {
       return absl::DataLossError(absl::StrCat(
-          "the bytes ", filled, " to ", begin, " of the data, before tensor \"",
-          tensor.name, "\", belong to no tensor"));
+          "the bytes ", filled, " to ", begin, " of the data, before tensor ",
+          QuoteName(tensor.name), ", belong to no tensor"));
     }
     filled += tensor.byte_size;
     previous = &tensor;
@@ -278,46 +287,49 @@ absl::Status CheckLayout(const std::vector<TensorInfo>& tensors,
 absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
                                                          uint64_t data_begin,
                                                          uint64_t data_size) {
-  // The format asks for it; the JSON parser would skip a byte order mark.
+  // The format asks for it: JSON may begin with a space.
   if (json.empty() || json.front() != '{') {
     return absl::DataLossError("the header does not begin with {");
   }
-  // The JSON parser takes a zero byte for the end.
-  if (const size_t zero = json.find('\0'); zero != json.npos) {
-    return absl::DataLossError(
-        absl::StrCat("the header has a zero byte at its byte ", zero));
-  }
   HeaderHandler handler(data_begin, data_size);
-  if (!nlohmann::json::sax_parse(json.begin(), json.end(), &handler)) {
-    return handler.status();
-  }
+  LORA_RETURN_IF_ERROR(handler.Parse(json));
   SafetensorsHeader header = std::move(handler.header());
   std::sort(header.tensors.begin(), header.tensors.end(),
             [](const TensorInfo& a, const TensorInfo& b) {
               return std::tie(a.byte_offset, a.byte_size, a.name) <
                      std::tie(b.byte_offset, b.byte_size, b.name);
             });
-  if (absl::Status status = CheckLayout(header.tensors, data_begin, data_size);
-      !status.ok()) {
-    return status;
-  }
+  LORA_ASSIGN_OR_RETURN(header.by_name, SortByName(header.tensors));
+  LORA_RETURN_IF_ERROR(CheckLayout(header.tensors, data_begin, data_size));
   return header;
 }
 
-std::optional<uint64_t> TensorByteSize(TensorDtype dtype,
-                                       const std::vector<int64_t>& shape) {
-  uint64_t bytes = TensorDtypeSize(dtype);
+absl::StatusOr<uint64_t> TensorByteSize(TensorDtype dtype,
+                                        const std::vector<int64_t>& shape) {
+  uint64_t bits = TensorDtypeBits(dtype);
   bool is_empty = false;
   for (const int64_t size : shape) {
-    if (size < 0) return std::nullopt;
+    if (size < 0) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          DescribeShape(dtype, shape), " has a negative dimension"));
+    }
     if (size == 0) {
       is_empty = true;
       continue;
     }
-    if (static_cast<uint64_t>(size) > kMaxInt64 / bytes) return std::nullopt;
-    bytes *= size;
+    if (static_cast<uint64_t>(size) > kMaxInt64 / bits) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(DescribeShape(dtype, shape), " is too large"));
+    }
+    bits *= size;
   }
-  return is_empty ? 0 : bytes;
+  if (is_empty) return 0;
+  if (bits % 8 != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(DescribeShape(dtype, shape), " takes ", bits,
+                     " bits, which do not fill whole bytes"));
+  }
+  return bits / 8;
 }
 
 }  // namespace trainer_lora::distributed::internal

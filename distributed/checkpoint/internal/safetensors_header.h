@@ -2,9 +2,9 @@
 #ifndef TRAINER_LORA_DISTRIBUTED_CHECKPOINT_INTERNAL_SAFETENSORS_HEADER_H_
 #define TRAINER_LORA_DISTRIBUTED_CHECKPOINT_INTERNAL_SAFETENSORS_HEADER_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,8 +20,12 @@ inline constexpr uint64_t kSafetensorsPrefixSize = sizeof(uint64_t);
 // The reference implementation's limit.
 inline constexpr uint64_t kMaxSafetensorsHeaderSize = 100'000'000;
 
+// The key of the metadata, which no tensor can have.
+inline constexpr absl::string_view kMetadataName = "__metadata__";
+
 struct SafetensorsHeader {
   std::vector<TensorInfo> tensors;  // Sorted by place, then name.
+  std::vector<size_t> by_name;      // Indices of tensors, sorted by name.
   std::map<std::string, std::string> metadata;
 };
 
@@ -32,10 +36,11 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
                                                          uint64_t data_begin,
                                                          uint64_t data_size);
 
-// The bytes of a tensor; nothing if a dimension is negative, or if they (or,
-// for an empty tensor, its other dimensions' product) don't fit into 63 bits.
-std::optional<uint64_t> TensorByteSize(TensorDtype dtype,
-                                       const std::vector<int64_t>& shape);
+// The bytes of a tensor. kInvalidArgument, with shape and type, if a dimension
+// is negative, if the bits (or, for an empty tensor, those of its other
+// dimensions) don't fit into 63 bits, or if they end inside a byte.
+absl::StatusOr<uint64_t> TensorByteSize(TensorDtype dtype,
+                                        const std::vector<int64_t>& shape);
 
 }  // namespace trainer_lora::distributed::internal
 

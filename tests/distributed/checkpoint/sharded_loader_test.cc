@@ -326,6 +326,16 @@ TEST_F(LoadCheckpointTest, ListsEverythingThatDoesNotFitAndTouchesNothing) {
   EXPECT_TRUE(IsAllOnMeta(*meta_net));
 }
 
+TEST_F(LoadCheckpointTest, RefusesATypeThatTensorsDoNotHave) {
+  NetCheckpoint().AddBits("in.bias", TensorDtype::kF4, {2}, {0}).Write(path_);
+  NetImpl net;
+  const auto before = Bits(net);
+  EXPECT_THAT(LoadCheckpoint(net, path_, options_),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("in.bias is F4 [2]")));
+  EXPECT_EQ(Bits(net), before);
+}
+
 TEST_F(LoadCheckpointTest, WarnsOfUnexpectedKeysWhenNotStrict) {
   NetCheckpoint()
       .Add("extra.a", {1}, {0})
