@@ -38,6 +38,7 @@ forbid '//lora/...' '//examples/... + //tests/...'
 torch_free='//distributed:gradient_bucket + //distributed:placement + //distributed/checkpoint:safetensors_file'
 torch_free+=' + //distributed/checkpoint:safetensors_checkpoint + //distributed/checkpoint:key_aliases'
 torch_free+=' + //distributed/checkpoint:state_dict_mapping + //distributed/checkpoint:key_resolver'
+torch_free+=' + //distributed/checkpoint:load_plan + //distributed:tensor_slice'
 torch_free+=' + //lora:target_matcher'
 forbid "${torch_free}" '//third_party:libtorch'
 echo "lint: clean"
