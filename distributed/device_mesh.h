@@ -110,6 +110,11 @@ class DeviceMesh {
   absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> GroupOver(
       absl::Span<const int64_t> dims) const;
 
+  // The ranks of the mesh that are in the group over `dims` that has this one,
+  // ascending: entry i is rank i of GroupOver(dims). Each of `dims` is in
+  // [0, ndim()).
+  std::vector<int64_t> RanksOver(absl::Span<const int64_t> dims) const;
+
   // Such as "DeviceMesh(replicate=2, tensor=4)", the same on every rank.
   std::string ToString() const;
   // For errors, such as "DeviceMesh(replicate=2, tensor=4), rank 6 at (1, 2)".
@@ -123,8 +128,6 @@ class DeviceMesh {
   // Those of `dims` that have more than one rank, ascending: which ranks a
   // group over `dims` has depends on nothing else.
   std::vector<int64_t> KeyOf(absl::Span<const int64_t> dims) const;
-  // The ranks of the group over `dims` that has this one, ascending.
-  std::vector<int64_t> RanksOver(absl::Span<const int64_t> dims) const;
   // Such as "{replicate, tensor}".
   std::string DimsString(absl::Span<const int64_t> dims) const;
   // Makes the groups over each of `dim_sets` that are not there yet, in this

@@ -70,13 +70,8 @@ absl::Status MaterializeError(absl::string_view message) {
       absl::StrCat("can't materialize a tensor ", message));
 }
 
-}  // namespace
-
-// Not inline: the fallback is linked in with it.
-MetaDeviceGuard::MetaDeviceGuard() : guard_(kMetaKey) {}
-
-absl::Status MaterializeInPlace(const at::Tensor& meta_tensor,
-                                const at::Tensor& value) {
+absl::Status Materialize(const at::Tensor& meta_tensor, const at::Tensor& value,
+                         bool shape_fits) {
   if (!meta_tensor.is_meta()) {
     return MaterializeError("that is not on the meta device");
   }
@@ -89,8 +84,7 @@ absl::Status MaterializeInPlace(const at::Tensor& meta_tensor,
   if (value.is_inference()) {
     return MaterializeError("with a value that was made in inference mode");
   }
-  if (value.sizes() != meta_tensor.sizes() ||
-      value.scalar_type() != meta_tensor.scalar_type()) {
+  if (!shape_fits || value.scalar_type() != meta_tensor.scalar_type()) {
     return MaterializeError(
         absl::StrCat("of shape ", c10::str(meta_tensor.sizes()), " and type ",
                      c10::toString(meta_tensor.scalar_type()),
@@ -101,6 +95,21 @@ absl::Status MaterializeInPlace(const at::Tensor& meta_tensor,
   // leaves the tensor's autograd state alone.
   meta_tensor.unsafeGetTensorImpl()->shallow_copy_from(value.getIntrusivePtr());
   return absl::OkStatus();
+}
+
+}  // namespace
+
+// Not inline: the fallback is linked in with it.
+MetaDeviceGuard::MetaDeviceGuard() : guard_(kMetaKey) {}
+
+absl::Status MaterializeInPlace(const at::Tensor& meta_tensor,
+                                const at::Tensor& value) {
+  return Materialize(meta_tensor, value, value.sizes() == meta_tensor.sizes());
+}
+
+absl::Status MaterializeShardInPlace(const at::Tensor& meta_tensor,
+                                     const at::Tensor& shard) {
+  return Materialize(meta_tensor, shard, shard.dim() == meta_tensor.dim());
 }
 
 absl::Status CheckMaterialized(const torch::nn::Module& model) {

@@ -55,6 +55,11 @@ class MetaDeviceGuard {
 absl::Status MaterializeInPlace(const at::Tensor& meta_tensor,
                                 const at::Tensor& value);
 
+// The same, with a part of the tensor, whose shape becomes that of `shard`. It
+// may differ in every dimension, but not in their number.
+absl::Status MaterializeShardInPlace(const at::Tensor& meta_tensor,
+                                     const at::Tensor& shard);
+
 // Ok if every parameter and buffer of `model` has memory; else
 // kFailedPrecondition with the names of those on the meta device (ten at most).
 // For code that is about to use a model: many operators take a tensor on meta

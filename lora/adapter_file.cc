@@ -1,17 +1,9 @@
 #include "lora/adapter_file.h"
 
-#include <fcntl.h>
-#include <stdlib.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <cmath>
-#include <cstdio>
-#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <set>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -19,10 +11,10 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/strings/strip.h"
 #include "absl/types/span.h"
 #include "c10/core/GradMode.h"
 #include "config/internal/status_macros.h"
+#include "distributed/checkpoint/internal/new_folder.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "distributed/checkpoint/torch_dtype.h"
 #include "lora/layer_replacement.h"
@@ -33,7 +25,6 @@
 namespace trainer_lora::lora {
 namespace {
 
-namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
 constexpr char kTensorFile[] = "adapter_model.safetensors";
@@ -149,14 +140,6 @@ std::string ConfigText(const Adapters& adapters,
   return config.dump(2) + "\n";
 }
 
-absl::Status ErrnoStatus(const std::string& what) {
-  const std::error_code error(errno, std::generic_category());
-  const std::string message = absl::StrCat(what, ": ", error.message());
-  return error.value() == ENOSPC || error.value() == EDQUOT
-             ? absl::ResourceExhaustedError(message)
-             : absl::UnavailableError(message);
-}
-
 absl::Status WriteTensors(const Adapters& adapters, const std::string& path) {
   std::vector<at::Tensor> on_cpu;  // keeps the data of the views alive
   std::vector<distributed::TensorView> views;
@@ -174,71 +157,6 @@ absl::Status WriteTensors(const Adapters& adapters, const std::string& path) {
   }
   return distributed::WriteSafetensors(path, views, {{"format", "pt"}});
 }
-
-absl::Status WriteText(const std::string& path, const std::string& text) {
-  std::FILE* file = std::fopen(path.c_str(), "we");
-  if (file == nullptr) return ErrnoStatus(path);
-  const bool written =
-      std::fwrite(text.data(), 1, text.size(), file) == text.size() &&
-      std::fflush(file) == 0 && fsync(fileno(file)) == 0;
-  const absl::Status status = written ? absl::OkStatus() : ErrnoStatus(path);
-  if (std::fclose(file) != 0 && status.ok()) return ErrnoStatus(path);
-  return status;
-}
-
-// A folder that is removed again unless it was renamed into its place.
-class FolderWrittenAside {
- public:
-  static absl::StatusOr<FolderWrittenAside> Create(const std::string& target) {
-    std::string path = target + ".tmp.XXXXXX";
-    if (mkdtemp(path.data()) == nullptr) {
-      return ErrnoStatus(absl::StrCat("cannot make a folder beside ", target));
-    }
-    return FolderWrittenAside(std::move(path));
-  }
-
-  FolderWrittenAside(FolderWrittenAside&& other) noexcept
-      : path_(std::exchange(other.path_, {})) {}
-  FolderWrittenAside& operator=(FolderWrittenAside&&) = delete;
-  ~FolderWrittenAside() {
-    std::error_code ignored;
-    if (!path_.empty()) fs::remove_all(path_, ignored);
-  }
-
-  const std::string& path() const { return path_; }
-
-  absl::Status RenameTo(const std::string& target) {
-    // mkdtemp made it for the owner alone.
-    std::error_code ignored;
-    fs::permissions(path_,
-                    fs::perms::group_read | fs::perms::group_exec |
-                        fs::perms::others_read | fs::perms::others_exec,
-                    fs::perm_options::add, ignored);
-    LORA_RETURN_IF_ERROR(Sync(path_));
-    // Fails where another process has put a file or a full folder meanwhile.
-    if (std::rename(path_.c_str(), target.c_str()) != 0) {
-      return ErrnoStatus(absl::StrCat("cannot rename ", path_, " to ", target));
-    }
-    path_.clear();
-    const std::string parent = fs::path(target).parent_path().string();
-    return Sync(parent.empty() ? "." : parent);
-  }
-
- private:
-  explicit FolderWrittenAside(std::string path) : path_(std::move(path)) {}
-
-  static absl::Status Sync(const std::string& folder) {
-    const int descriptor =
-        open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (descriptor < 0) return ErrnoStatus(folder);
-    const bool synced = fsync(descriptor) == 0;
-    const absl::Status status = synced ? absl::OkStatus() : ErrnoStatus(folder);
-    close(descriptor);
-    return status;
-  }
-
-  std::string path_;
-};
 
 absl::StatusOr<Json> ReadConfig(const std::string& path) {
   std::ifstream file(path);
@@ -398,19 +316,12 @@ absl::Status SaveAdapter(const torch::nn::Module& model,
                          const std::string& folder,
                          const SaveAdapterOptions& options) {
   LORA_ASSIGN_OR_RETURN(const Adapters adapters, CollectAdapters(model));
-  const std::string target(absl::StripSuffix(folder, "/"));
-  std::error_code error;
-  if (target.empty() || fs::exists(fs::symlink_status(target, error))) {
-    return absl::AlreadyExistsError(
-        absl::StrCat(folder, " exists: choose another folder for the adapter"));
-  }
-  LORA_ASSIGN_OR_RETURN(FolderWrittenAside aside,
-                        FolderWrittenAside::Create(target));
+  LORA_ASSIGN_OR_RETURN(distributed::internal::NewFolder new_folder,
+                        distributed::internal::NewFolder::Create(folder));
+  LORA_RETURN_IF_ERROR(WriteTensors(adapters, new_folder.PathOf(kTensorFile)));
   LORA_RETURN_IF_ERROR(
-      WriteTensors(adapters, absl::StrCat(aside.path(), "/", kTensorFile)));
-  LORA_RETURN_IF_ERROR(WriteText(absl::StrCat(aside.path(), "/", kConfigFile),
-                                 ConfigText(adapters, options)));
-  return aside.RenameTo(target);
+      new_folder.WriteText(kConfigFile, ConfigText(adapters, options)));
+  return new_folder.MoveIntoPlace();
 }
 
 absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder) {

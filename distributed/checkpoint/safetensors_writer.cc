@@ -58,15 +58,6 @@ absl::StatusOr<uint64_t> ByteSize(const std::string& name, TensorDtype dtype,
       absl::StrCat("tensor \"", name, "\": ", size.status().message()));
 }
 
-// The widest types first, so that each tensor is aligned to its type, then by
-// name.
-void SortByPlace(std::vector<TensorSpec>& tensors) {
-  std::sort(tensors.begin(), tensors.end(),
-            [](const TensorSpec& a, const TensorSpec& b) {
-              return a.dtype != b.dtype ? a.dtype > b.dtype : a.name < b.name;
-            });
-}
-
 // `text` as a JSON string.
 absl::StatusOr<std::string> Quote(const std::string& text) {
   try {
@@ -131,7 +122,7 @@ absl::StatusOr<Preamble> Prepare(
     std::vector<TensorSpec>& tensors,
     const std::map<std::string, std::string>& metadata) {
   LORA_RETURN_IF_ERROR(CheckNames(tensors));
-  SortByPlace(tensors);
+  std::sort(tensors.begin(), tensors.end(), IsWrittenBefore);
   return MakePreamble(tensors, metadata);
 }
 
@@ -353,6 +344,10 @@ absl::Status WriteSafetensors(
     LORA_RETURN_IF_ERROR(writer.Append(bytes.at(tensor.name)));
   }
   return writer.Finish();
+}
+
+bool IsWrittenBefore(const TensorSpec& a, const TensorSpec& b) {
+  return a.dtype != b.dtype ? a.dtype > b.dtype : a.name < b.name;
 }
 
 }  // namespace trainer_lora::distributed

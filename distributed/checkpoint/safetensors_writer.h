@@ -37,6 +37,10 @@ struct TensorSpec {
   std::vector<int64_t> shape;  // Empty for a scalar.
 };
 
+// Whether the bytes of `a` come before those of `b` in a file: the widest types
+// first, so that each tensor is aligned to its type, then by name.
+bool IsWrittenBefore(const TensorSpec& a, const TensorSpec& b);
+
 // The bytes of the file that SafetensorsWriter makes of the same arguments, for
 // whoever wants to know whether there is room for it. Its errors, too.
 absl::StatusOr<uint64_t> SafetensorsFileSize(

@@ -2,10 +2,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -13,343 +16,559 @@
 #include "ATen/ops/empty.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
-#include "absl/types/span.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
+#include "c10/util/Exception.h"
+#include "c10/util/intrusive_ptr.h"
 #include "config/internal/status_macros.h"
 #include "config/logging.h"
-#include "distributed/checkpoint/key_aliases.h"
+#include "distributed/checkpoint/internal/model_state.h"
+#include "distributed/checkpoint/internal/shard_destination.h"
+#include "distributed/checkpoint/internal/shard_reader.h"
+#include "distributed/checkpoint/load_plan.h"
 #include "distributed/checkpoint/missing_parameter_initializer.h"
+#include "distributed/checkpoint/safetensors_checkpoint.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "distributed/checkpoint/torch_dtype.h"
+#include "distributed/device_mesh.h"
+#include "distributed/internal/rank_agreement.h"
 #include "distributed/meta_device.h"
-#include "re2/re2.h"
+#include "distributed/state_layout.h"
+#include "distributed/tensor_slice.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/nn/module.h"
 
 namespace trainer_lora::distributed {
 namespace {
 
-// A parameter or buffer of the model, and where its value comes from: `source`
-// or `initial_value`.
-struct Target {
-  std::vector<std::string> names;  // One for each place that it hangs at.
-  at::Tensor tensor;
-  const TensorInfo* source = nullptr;
-  at::Tensor initial_value;
-};
+using internal::DescribeTensor;
+using internal::ModelTensor;
 
-struct Plan {
-  std::vector<Target> targets;
-  LoadCheckpointReport report;
-};
-
-std::string DescribeTensor(at::ScalarType dtype, at::IntArrayRef shape) {
-  return absl::StrCat(c10::toString(dtype), " [", absl::StrJoin(shape, ", "),
-                      "]");
-}
-
-// Whether a checkpoint's value of type `from` may become one of type `to`.
-bool IsConvertible(at::ScalarType from, at::ScalarType to) {
-  return from == to || (at::isFloatingType(from) && at::isFloatingType(to));
-}
-
-// The model's parameters and buffers, in its order and each once:
-// named_parameters() lists a shared layer under each of its names.
-std::vector<Target> ListTargets(const torch::nn::Module& model) {
-  std::vector<Target> targets;
-  std::map<const c10::TensorImpl*, size_t> known;
-  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
-    const auto [found, is_new] =
-        known.try_emplace(tensor.unsafeGetTensorImpl(), targets.size());
-    if (is_new) targets.push_back({{}, tensor});
-    targets[found->second].names.push_back(name);
-  };
-  for (const auto& item : model.named_parameters()) {
-    add(item.key(), item.value());
+// That the options are fit for the model.
+absl::Status CheckOptions(const std::vector<ModelTensor>& tensors,
+                          const LoadCheckpointOptions& options) {
+  if (options.num_threads < 1) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "num_threads must be positive, got ", options.num_threads));
   }
-  for (const auto& item : model.named_buffers()) add(item.key(), item.value());
-  return targets;
+  if (options.mesh == nullptr && !options.read_once_dims.empty()) {
+    return absl::InvalidArgumentError(
+        "read_once_dims need a mesh, which is null");
+  }
+  return internal::CheckLayouts(tensors, options.mesh.get(), options.layouts);
 }
 
-// The keys of a checkpoint that the caller wants left alone.
-class IgnoredKeys {
+// What `rank` of the mesh wants of `tensor`.
+TargetTensor MakeTarget(const ModelTensor& tensor, int64_t rank) {
+  TargetTensor target;
+  target.names = tensor.names;
+  // A type that files don't have was a problem before.
+  target.dtype =
+      ToTensorDtype(tensor.tensor.scalar_type()).value_or(TensorDtype::kU8);
+  target.global_shape = tensor.GlobalShape();
+  target.slices = tensor.SlicesOf(rank);
+  return target;
+}
+
+// That the initializer gave what it was asked for.
+absl::Status CheckValue(absl::string_view name, const at::Tensor& value,
+                        at::ScalarType dtype, const TensorSlice& slice) {
+  if (value.defined() && value.sizes() == at::IntArrayRef(slice.sizes) &&
+      value.scalar_type() == dtype) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(absl::StrCat(
+      name, " got ",
+      value.defined() ? DescribeTensor(value.scalar_type(), value.sizes())
+                      : "an undefined tensor",
+      " from the initializer, which was asked for ",
+      DescribeTensor(dtype, slice.sizes)));
+}
+
+// A load that can begin.
+struct PreparedLoad {
+  std::vector<ModelTensor> tensors;
+  std::vector<TargetTensor> targets;  // One a tensor.
+  LoadPlan plan;
+};
+
+// Plans loads, for this rank and others.
+class LoadPlanner {
  public:
-  static absl::StatusOr<IgnoredKeys> Compile(
-      const std::vector<std::string>& patterns) {
-    IgnoredKeys ignored;
-    for (const std::string& pattern : patterns) {
-      // Quiet: the status carries the error, RE2 need not log it too.
-      auto compiled = std::make_unique<RE2>(pattern, RE2::Quiet);
-      if (!compiled->ok()) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "the ignored pattern \"", pattern,
-            "\" is not a regular expression: ", compiled->error()));
-      }
-      ignored.patterns_.push_back(std::move(compiled));
+  LoadPlanner(std::vector<ModelTensor> tensors,
+              const SafetensorsCheckpoint& checkpoint,
+              const LoadCheckpointOptions& options)
+      : tensors_(std::move(tensors)),
+        checkpoint_(checkpoint),
+        initializer_(options.missing_parameter_initializer) {
+    for (const ModelTensor& tensor : tensors_) {
+      for (const std::string& name : tensor.names) by_name_[name] = &tensor;
     }
-    return ignored;
-  }
-
-  bool Contains(const std::string& key) const {
-    for (const auto& pattern : patterns_) {
-      if (RE2::FullMatch(key, *pattern)) return true;
-    }
-    return false;
-  }
-
- private:
-  std::vector<std::unique_ptr<RE2>> patterns_;
-};
-
-// Finds a value for every target, and everything that stands in the way.
-class Planner {
- public:
-  Planner(const torch::nn::Module& model, const SafetensorsFile& file,
-          const LoadCheckpointOptions& options)
-      : file_(file), options_(options) {
-    plan_.targets = ListTargets(model);
-    for (size_t i = 0; i < plan_.targets.size(); ++i) {
-      for (const std::string& name : plan_.targets[i].names) {
-        index_.emplace(name, i);
-      }
+    plan_options_.mapping = options.mapping;
+    plan_options_.aliases = options.aliases;
+    plan_options_.ignored_patterns = options.ignored_patterns;
+    plan_options_.zero_patterns = options.zero_patterns;
+    plan_options_.strict = options.strict;
+    if (initializer_ != nullptr) {
+      plan_options_.is_initializable = [this](absl::string_view name) {
+        return IsInitializable(name);
+      };
     }
   }
+  LoadPlanner(const LoadPlanner&) = delete;
 
-  absl::StatusOr<Plan> MakePlan() {
-    LORA_ASSIGN_OR_RETURN(const IgnoredKeys ignored,
-                          IgnoredKeys::Compile(options_.ignored_patterns));
-    for (const TensorInfo& source : file_.tensors()) {
-      if (ignored.Contains(source.name)) {
-        plan_.report.ignored.push_back(source.name);
-      } else {
-        Assign(source);
-      }
+  std::vector<TargetTensor> TargetsOf(int64_t rank) const {
+    std::vector<TargetTensor> targets;
+    targets.reserve(tensors_.size());
+    for (const ModelTensor& tensor : tensors_) {
+      targets.push_back(MakeTarget(tensor, rank));
     }
-    for (Target& target : plan_.targets) {
-      if (target.source != nullptr) {
-        plan_.report.loaded.push_back(target.names.front());
-      } else {
-        Initialize(target);
-      }
-      CheckMaterializable(target);
-    }
-    LORA_RETURN_IF_ERROR(Problems());
-    if (!plan_.report.unexpected.empty()) {
-      config::InitLogger("checkpoint")
-          .Warning(absl::StrCat(file_.path(),
-                                ": the model has no place for the keys ",
-                                absl::StrJoin(plan_.report.unexpected, ", ")));
-    }
-    return std::move(plan_);
+    return targets;
   }
 
- private:
-  // Makes `source` the value of the tensor that its key leads to.
-  void Assign(const TensorInfo& source) {
-    const std::string name(options_.aliases.Resolve(source.name));
-    const auto found = index_.find(name);
-    if (found == index_.end()) {
-      plan_.report.unexpected.push_back(source.name);
-      return;
-    }
-    // Two aliases of one name are a layer that the checkpoint holds twice. But
-    // if one key is the name itself, it can't be known which one is meant.
-    const auto [first, is_first] = keys_.try_emplace(name, source.name);
-    if (!is_first && (first->second == name || source.name == name)) {
-      given_twice_.push_back(absl::StrCat(name, " (by the keys ", first->second,
-                                          " and ", source.name, ")"));
-    }
-    Target& target = plan_.targets[found->second];
-    const std::optional<at::ScalarType> dtype = ToScalarType(source.dtype);
-    if (target.tensor.sizes() != at::IntArrayRef(source.shape) ||
-        !dtype.has_value() ||
-        !IsConvertible(*dtype, target.tensor.scalar_type())) {
-      mismatched_.push_back(absl::StrCat(
-          name, " is ",
-          dtype.has_value()
-              ? DescribeTensor(*dtype, source.shape)
-              : absl::StrCat(TensorDtypeName(source.dtype), " [",
-                             absl::StrJoin(source.shape, ", "),
-                             "], a type that tensors do not have,"),
-          " in the checkpoint and ",
-          DescribeTensor(target.tensor.scalar_type(), target.tensor.sizes()),
-          " in the model"));
-    }
-    if (target.source == nullptr) target.source = &source;
+  absl::StatusOr<LoadPlan> PlanFor(
+      const std::vector<TargetTensor>& targets) const {
+    return MakeLoadPlan(targets, checkpoint_.tensors(), plan_options_);
   }
 
-  // Asks the initializer for the value of `target`, under each of its names.
-  void Initialize(Target& target) {
-    const at::Tensor& tensor = target.tensor;
-    for (const std::string& name : target.names) {
-      if (options_.missing_parameter_initializer == nullptr) break;
-      std::optional<at::Tensor> value = options_.missing_parameter_initializer(
-          name, tensor.sizes(), tensor.scalar_type(),
-          TensorSlice::Whole(tensor.sizes()));
-      if (!value.has_value()) continue;
-      if (!value->defined() || value->sizes() != tensor.sizes() ||
-          value->scalar_type() != tensor.scalar_type()) {
-        mismatched_.push_back(absl::StrCat(
-            name, " got ",
-            value->defined()
-                ? DescribeTensor(value->scalar_type(), value->sizes())
-                : "an undefined tensor",
-            " from the initializer and is ",
-            DescribeTensor(tensor.scalar_type(), tensor.sizes()),
-            " in the model"));
-      }
-      target.initial_value = *std::move(value);
-      plan_.report.initialized.push_back(target.names.front());
-      return;
-    }
-    const std::string& name = target.names.front();
-    const absl::string_view key = options_.aliases.Reverse(name);
-    missing_.push_back(key == name ? name
-                                   : absl::StrCat(name, " (key ", key, ")"));
-  }
-
-  // Materializing breaks what autograd or another tensor knows of a tensor.
-  void CheckMaterializable(const Target& target) {
-    if (!target.tensor.is_meta()) return;
-    const std::string& name = target.names.front();
-    if (target.tensor.grad().defined()) {
-      not_materializable_.push_back(absl::StrCat(name, " has a gradient"));
-    }
-    const auto [first, is_first] = meta_storages_.try_emplace(
-        target.tensor.storage().unsafeGetStorageImpl(), name);
-    if (!is_first) {
-      not_materializable_.push_back(
-          absl::StrCat(name, " is a view of ", first->second));
-    }
-  }
-
-  absl::Status Problems() const {
+  // The plan of `rank`, the one that this process is, with every problem of
+  // model and checkpoint in one error.
+  absl::StatusOr<PreparedLoad> Prepare(int64_t rank) const {
+    unfit_values_.clear();
+    PreparedLoad load;
+    load.tensors = tensors_;
+    load.targets = TargetsOf(rank);
     std::vector<std::string> problems;
+    absl::StatusOr<LoadPlan> plan = PlanFor(load.targets);
+    if (plan.ok()) {
+      load.plan = *std::move(plan);
+    } else if (plan.status().code() == absl::StatusCode::kFailedPrecondition) {
+      problems.push_back(std::string(plan.status().message()));
+    } else {
+      return plan.status();
+    }
+    AddModelProblems(load, problems);
+    if (!problems.empty()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          checkpoint_.path(), " does not fit the model, which was left as it ",
+          "is; ", absl::StrJoin(problems, "; ")));
+    }
+    return load;
+  }
+
+ private:
+  // Asks the initializer for no elements of it, which costs nothing.
+  bool IsInitializable(absl::string_view name) const {
+    const ModelTensor& tensor = *by_name_.at(std::string(name));
+    const std::vector<int64_t> shape = tensor.GlobalShape();
+    const TensorSlice nothing{std::vector<int64_t>(shape.size(), 0),
+                              std::vector<int64_t>(shape.size(), 0)};
+    const at::ScalarType dtype = tensor.tensor.scalar_type();
+    const std::optional<at::Tensor> value =
+        initializer_(name, shape, dtype, nothing);
+    if (!value.has_value()) return false;
+    if (absl::Status status = CheckValue(name, *value, dtype, nothing);
+        !status.ok()) {
+      unfit_values_.push_back(std::string(status.message()));
+    }
+    return true;
+  }
+
+  void AddModelProblems(const PreparedLoad& load,
+                        std::vector<std::string>& problems) const {
+    std::vector<std::string> misshapen;
+    std::vector<std::string> unknown_types;
+    std::vector<std::string> not_materializable;
+    std::unordered_map<const c10::StorageImpl*, std::string> meta_storages;
+    for (size_t i = 0; i < load.tensors.size(); ++i) {
+      const at::Tensor& tensor = load.tensors[i].tensor;
+      const std::string& name = load.tensors[i].names.front();
+      if (!ToTensorDtype(tensor.scalar_type()).has_value()) {
+        unknown_types.push_back(
+            absl::StrCat(name, " (", c10::toString(tensor.scalar_type()), ")"));
+      }
+      const std::vector<int64_t> shape = LocalShape(load.targets[i]);
+      if (tensor.sizes() != at::IntArrayRef(shape) &&
+          !(tensor.is_meta() &&
+            tensor.sizes() == at::IntArrayRef(load.targets[i].global_shape))) {
+        misshapen.push_back(absl::StrCat(
+            name, " has [", absl::StrJoin(tensor.sizes(), ", "),
+            "] in the model, and [", absl::StrJoin(shape, ", "), "] of [",
+            absl::StrJoin(load.targets[i].global_shape, ", "),
+            "] by its layout"));
+      }
+      // Materializing breaks what autograd or another tensor knows of a tensor.
+      if (!tensor.is_meta()) continue;
+      if (tensor.grad().defined()) {
+        not_materializable.push_back(absl::StrCat(name, " has a gradient"));
+      }
+      const auto [first, is_first] = meta_storages.try_emplace(
+          tensor.storage().unsafeGetStorageImpl(), name);
+      if (!is_first) {
+        not_materializable.push_back(
+            absl::StrCat(name, " is a view of ", first->second));
+      }
+    }
     const auto add = [&](absl::string_view what,
                          const std::vector<std::string>& names) {
       if (names.empty()) return;
       problems.push_back(absl::StrCat(what, ": ", absl::StrJoin(names, ", ")));
     };
-    if (options_.strict) {
-      add("keys that the model has no place for (see ignored_patterns)",
-          plan_.report.unexpected);
-    }
-    add("missing, and not known to the initializer", missing_);
-    add("given twice", given_twice_);
-    add("of another shape or type", mismatched_);
-    add("on the meta device, and not to be materialized", not_materializable_);
-    if (problems.empty()) return absl::OkStatus();
-    return absl::FailedPreconditionError(
-        absl::StrCat(file_.path(), " does not fit the model, which was left ",
-                     "as it is; ", absl::StrJoin(problems, "; ")));
+    add("of a type that checkpoints don't have", unknown_types);
+    add("of another shape than the layout says", misshapen);
+    add("not made as wanted", unfit_values_);
+    add("on the meta device, and not to be materialized", not_materializable);
   }
 
-  const SafetensorsFile& file_;
-  const LoadCheckpointOptions& options_;
-  Plan plan_;
-  std::map<std::string, size_t> index_;      // Model name -> targets[i].
-  std::map<std::string, std::string> keys_;  // Model name -> its first key.
-  std::map<const c10::StorageImpl*, std::string> meta_storages_;
-  std::vector<std::string> missing_;
-  std::vector<std::string> given_twice_;
-  std::vector<std::string> mismatched_;
-  std::vector<std::string> not_materializable_;
+  const std::vector<ModelTensor> tensors_;
+  const SafetensorsCheckpoint& checkpoint_;
+  const MissingParameterInitializer& initializer_;
+  std::unordered_map<std::string, const ModelTensor*> by_name_;
+  LoadPlanOptions plan_options_;
+  mutable std::vector<std::string> unfit_values_;  // Of the initializer.
 };
 
-// Fills `destination`, which is not on meta, with the value of `target`.
-absl::Status Fill(const at::Tensor& destination, const Target& target,
-                  const SafetensorsFile& file) {
-  if (target.source == nullptr) {
-    destination.copy_(target.initial_value);
-    return absl::OkStatus();
-  }
-  const TensorInfo& source = *target.source;
-  const at::ScalarType dtype = ToScalarType(source.dtype).value();
-  const bool reads_in_place = destination.is_cpu() &&
-                              destination.scalar_type() == dtype &&
-                              destination.is_contiguous();
-  const at::Tensor buffer =
-      reads_in_place ? destination : at::empty(source.shape, dtype);
-  LORA_RETURN_IF_ERROR(
-      file.Read(source, 0,
-                absl::MakeSpan(static_cast<char*>(buffer.mutable_data_ptr()),
-                               static_cast<size_t>(source.byte_size))));
-  if (reads_in_place) {
-    // As an in-place operator does, for autograd to notice.
-    destination.unsafeGetTensorImpl()->bump_version();
-  } else {
-    destination.copy_(buffer);
-  }
-  return absl::OkStatus();
-}
-
-// Sets `model_changed` as soon as the model is no longer what it was.
-absl::Status Execute(const Plan& plan, const SafetensorsFile& file,
-                     c10::Device device, bool& model_changed) {
-  // First whatever can fail without a trace: meta tensors get theirs at the
-  // end.
-  std::vector<std::pair<at::Tensor, at::Tensor>> materialized;
-  for (const Target& target : plan.targets) {
-    if (!target.tensor.is_meta()) continue;
-    const at::Tensor value =
-        at::empty(target.tensor.sizes(),
-                  at::TensorOptions(device).dtype(target.tensor.dtype()));
-    LORA_RETURN_IF_ERROR(Fill(value, target, file));
-    materialized.emplace_back(target.tensor, value);
-  }
-  for (const Target& target : plan.targets) {
-    if (target.tensor.is_meta()) continue;
-    model_changed = true;
-    LORA_RETURN_IF_ERROR(Fill(target.tensor, target, file));
-  }
-  for (const auto& [tensor, value] : materialized) {
-    model_changed = true;
-    LORA_RETURN_IF_ERROR(MaterializeInPlace(tensor, value));
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<LoadCheckpointReport> LoadOrThrow(
-    const torch::nn::Module& model, const std::string& path,
-    const LoadCheckpointOptions& options, bool& model_changed) {
-  // A parameter that is loaded in inference mode could not be trained.
-  const c10::InferenceMode no_inference_mode(false);
-  const at::NoGradGuard no_grad;
-  LORA_ASSIGN_OR_RETURN(const SafetensorsFile file,
-                        SafetensorsFile::Open(path));
-  LORA_ASSIGN_OR_RETURN(Plan plan, Planner(model, file, options).MakePlan());
-  LORA_RETURN_IF_ERROR(Execute(plan, file, options.device, model_changed));
-  for (const Target& target : plan.targets) {
-    if (target.source != nullptr) {
-      plan.report.bytes_read += target.source->byte_size;
+// What must be the same on every rank, a line a tensor.
+std::vector<std::string> AgreementLines(
+    const PreparedLoad& load, const SafetensorsCheckpoint& checkpoint) {
+  std::vector<std::string> lines;
+  for (size_t i = 0; i < load.targets.size(); ++i) {
+    const ModelTensor& tensor = load.tensors[i];
+    lines.push_back(absl::StrCat(load.targets[i].names[0], " ",
+                                 DescribeTensor(tensor.tensor.scalar_type(),
+                                                load.targets[i].global_shape)));
+    if (tensor.layout != nullptr) {
+      absl::StrAppend(&lines.back(), " ", tensor.layout->layout.ToString(), " ",
+                      absl::StrJoin(tensor.layout->parts, "+"));
     }
   }
-  return std::move(plan.report);
+  for (const CheckpointTensor& source : checkpoint.tensors()) {
+    lines.push_back(absl::StrCat("key ", absl::CHexEscape(source.info->name),
+                                 " ", TensorDtypeName(source.info->dtype), " [",
+                                 absl::StrJoin(source.info->shape, ", "), "]"));
+  }
+  return lines;
 }
+
+// Tells the caller of the options how far the load is.
+class ProgressMeter {
+ public:
+  ProgressMeter(const std::function<void(const LoadProgress&)>& callback,
+                int64_t bytes_total)
+      : callback_(callback), start_(absl::Now()), last_call_(start_) {
+    progress_.bytes_total = bytes_total;
+  }
+
+  void Add(int64_t bytes) {
+    progress_.bytes_done += bytes;
+    if (callback_ == nullptr || progress_.bytes_done == progress_.bytes_total) {
+      return;  // Finish() is near.
+    }
+    const absl::Time now = absl::Now();
+    if (now - last_call_ < absl::Milliseconds(100)) return;
+    last_call_ = now;
+    progress_.time_left =
+        (now - start_) *
+        (static_cast<double>(progress_.bytes_total - progress_.bytes_done) /
+         static_cast<double>(progress_.bytes_done));
+    callback_(progress_);
+  }
+
+  void Finish() {
+    progress_.time_left = absl::ZeroDuration();
+    if (callback_ != nullptr) callback_(progress_);
+  }
+
+ private:
+  const std::function<void(const LoadProgress&)>& callback_;
+  const absl::Time start_;
+  absl::Time last_call_;
+  LoadProgress progress_;
+};
+
+// One call of LoadCheckpoint().
+class Loader {
+ public:
+  Loader(const torch::nn::Module& model, const std::string& path,
+         const LoadCheckpointOptions& options)
+      : model_(model), path_(path), options_(options) {}
+
+  absl::StatusOr<LoadCheckpointReport> Load() {
+    LORA_RETURN_IF_ERROR(Agree("plan of a load", [&] { return Prepare(); }));
+    if (options_.mesh != nullptr) {
+      LORA_RETURN_IF_ERROR(internal::CheckRanksAgree(
+          *options_.mesh->group(), options_.mesh->ToString(),
+          "comparison of models and checkpoints",
+          AgreementLines(load_, *checkpoint_)));
+    }
+    LORA_RETURN_IF_ERROR(
+        Agree("allocation of parameters", [&] { return Allocate(); }));
+    absl::Status status = Agree("load of a checkpoint", [&] { return Read(); });
+    if (!status.ok()) {
+      if (!WritesInPlace()) return status;
+      return absl::Status(
+          status.code(),
+          absl::StrCat(status.message(), "; the model is now partly loaded"));
+    }
+    LORA_RETURN_IF_ERROR(Commit());
+    return MakeReport();
+  }
+
+ private:
+  // Calls `step`, whose exceptions become its status.
+  absl::Status Guarded(const std::function<absl::Status()>& step) const {
+    try {
+      return step();
+    } catch (const c10::Error& error) {
+      return absl::InternalError(absl::StrCat("loading ", path_, ": ",
+                                              error.what_without_backtrace()));
+    } catch (const std::bad_alloc&) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("loading ", path_, ": out of memory"));
+    }
+  }
+
+  // Calls `step` and, with a mesh, has all ranks return the same.
+  absl::Status Agree(const std::string& what,
+                     const std::function<absl::Status()>& step) const {
+    const absl::Status status = Guarded(step);
+    if (options_.mesh == nullptr) return status;
+    return internal::AgreeOnStatus(*options_.mesh->group(),
+                                   options_.mesh->ToString(), what, status);
+  }
+
+  absl::Status Prepare() {
+    std::vector<ModelTensor> tensors =
+        internal::ListTensors(model_, options_.layouts);
+    LORA_RETURN_IF_ERROR(CheckOptions(tensors, options_));
+    if (!options_.read_once_dims.empty()) {
+      LORA_ASSIGN_OR_RETURN(read_once_group_,
+                            options_.mesh->GroupOver(options_.read_once_dims));
+    }
+    LORA_ASSIGN_OR_RETURN(SafetensorsCheckpoint checkpoint,
+                          SafetensorsCheckpoint::Open(path_));
+    checkpoint_.emplace(std::move(checkpoint));
+    planner_.emplace(std::move(tensors), *checkpoint_, options_);
+    LORA_ASSIGN_OR_RETURN(
+        load_, planner_->Prepare(
+                   options_.mesh == nullptr ? 0 : options_.mesh->rank()));
+    if (read_once_group_ != nullptr) {
+      for (const int64_t rank :
+           options_.mesh->RanksOver(options_.read_once_dims)) {
+        LORA_ASSIGN_OR_RETURN(LoadPlan plan,
+                              planner_->PlanFor(planner_->TargetsOf(rank)));
+        group_copies_.push_back(std::move(plan.copies));
+      }
+    }
+    Warn();
+    return absl::OkStatus();
+  }
+
+  void Warn() const {
+    std::vector<std::string> extra_states;
+    for (const std::string& key : load_.plan.ignored) {
+      if (absl::EndsWith(key, "_extra_state")) extra_states.push_back(key);
+    }
+    config::Logger logger = config::InitLogger("checkpoint");
+    if (!extra_states.empty()) {
+      logger.Warning(absl::StrCat(path_, ": left out ",
+                                  absl::StrJoin(extra_states, ", ")));
+    }
+    if (!load_.plan.unexpected.empty()) {
+      logger.Warning(absl::StrCat(path_,
+                                  ": the model has no place for the keys ",
+                                  absl::StrJoin(load_.plan.unexpected, ", ")));
+    }
+  }
+
+  // Whether a tensor of the model changes before all is read.
+  bool WritesInPlace() const {
+    for (const ModelTensor& tensor : load_.tensors) {
+      if (!tensor.tensor.is_meta()) return true;
+    }
+    return false;
+  }
+
+  absl::Status Allocate() {
+    for (size_t i = 0; i < load_.targets.size(); ++i) {
+      const at::Tensor& tensor = load_.tensors[i].tensor;
+      values_.push_back(
+          tensor.is_meta()
+              ? at::empty(
+                    LocalShape(load_.targets[i]),
+                    at::TensorOptions(options_.device).dtype(tensor.dtype()))
+              : tensor);
+      destinations_.emplace_back(values_.back());
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Read() {
+    if (read_once_group_ != nullptr) return ReadOnce();
+    ProgressMeter meter(options_.progress, load_.plan.bytes_read);
+    LORA_RETURN_IF_ERROR(internal::ReadShards(
+        *checkpoint_, load_.plan.copies, destinations_, options_.num_threads,
+        [&](int64_t bytes) { meter.Add(bytes); },
+        [&] { return Initialize(); }));
+    bytes_read_ = load_.plan.bytes_read;
+    Finish(meter);
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadOnce() {
+    int64_t bytes_total = 0;
+    for (const PlannedCopy& copy : load_.plan.copies) {
+      const TensorInfo& info = *checkpoint_->tensors()[copy.source].info;
+      bytes_total +=
+          copy.num_runs * copy.run_elements * TensorDtypeBits(info.dtype) / 8;
+    }
+    ProgressMeter meter(options_.progress, bytes_total);
+    // Also after an error: the others wait for this rank.
+    const absl::Status initialized = Guarded([&] { return Initialize(); });
+    LORA_ASSIGN_OR_RETURN(
+        bytes_read_,
+        internal::ReadShardsOnce(*checkpoint_, group_copies_, destinations_,
+                                 *read_once_group_, options_.mesh->ToString(),
+                                 [&](int64_t bytes) { meter.Add(bytes); }));
+    LORA_RETURN_IF_ERROR(initialized);
+    Finish(meter);
+    return absl::OkStatus();
+  }
+
+  void Finish(ProgressMeter& meter) {
+    for (const internal::ShardDestination& destination : destinations_) {
+      destination.Finish();
+    }
+    meter.Finish();
+  }
+
+  // Makes what the checkpoint lacks.
+  absl::Status Initialize() {
+    for (size_t i = 0; i < load_.targets.size(); ++i) {
+      if (load_.plan.value_sources[i] == ValueSource::kZero) {
+        values_[i].detach().zero_();
+      } else if (load_.plan.value_sources[i] == ValueSource::kInitializer) {
+        LORA_RETURN_IF_ERROR(InitializeTarget(i));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status InitializeTarget(size_t index) {
+    const TargetTensor& target = load_.targets[index];
+    const at::Tensor value = values_[index].detach();
+    int64_t row = 0;
+    for (const TensorSlice& slice : target.slices) {
+      const at::Tensor part =
+          value.dim() == 0 ? value : value.narrow(0, row, slice.sizes[0]);
+      LORA_RETURN_IF_ERROR(InitializeSlice(target, slice, part));
+      if (value.dim() > 0) row += slice.sizes[0];
+    }
+    return absl::OkStatus();
+  }
+
+  // Asks the initializer under each of the target's names.
+  absl::Status InitializeSlice(const TargetTensor& target,
+                               const TensorSlice& slice,
+                               const at::Tensor& part) {
+    for (const std::string& name : target.names) {
+      const std::optional<at::Tensor> initial =
+          options_.missing_parameter_initializer(name, target.global_shape,
+                                                 part.scalar_type(), slice);
+      if (!initial.has_value()) continue;
+      LORA_RETURN_IF_ERROR(
+          CheckValue(name, *initial, part.scalar_type(), slice));
+      part.copy_(*initial);
+      return absl::OkStatus();
+    }
+    return absl::FailedPreconditionError(
+        absl::StrCat(target.names[0], ": the initializer gave nothing for ",
+                     slice.ToString(), ", though it knew the name before"));
+  }
+
+  // Nothing here can fail: what could was checked when the load was planned.
+  absl::Status Commit() const {
+    for (size_t i = 0; i < values_.size(); ++i) {
+      const at::Tensor& tensor = load_.tensors[i].tensor;
+      if (tensor.is_meta()) {
+        LORA_RETURN_IF_ERROR(MaterializeShardInPlace(tensor, values_[i]));
+      } else {
+        // As an in-place operator does, for autograd to notice.
+        tensor.unsafeGetTensorImpl()->bump_version();
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  LoadCheckpointReport MakeReport() {
+    LoadCheckpointReport report;
+    for (size_t i = 0; i < load_.targets.size(); ++i) {
+      const std::string& name = load_.targets[i].names.front();
+      switch (load_.plan.value_sources[i]) {
+        case ValueSource::kCheckpoint:
+          report.loaded.push_back(name);
+          break;
+        case ValueSource::kInitializer:
+          report.initialized.push_back(name);
+          break;
+        case ValueSource::kZero:
+          report.zeroed.push_back(name);
+          break;
+      }
+    }
+    report.ignored = std::move(load_.plan.ignored);
+    report.unexpected = std::move(load_.plan.unexpected);
+    report.origins = std::move(load_.plan.origins);
+    report.bytes_read = bytes_read_;
+    return report;
+  }
+
+  const torch::nn::Module& model_;
+  const std::string& path_;
+  const LoadCheckpointOptions& options_;
+
+  c10::intrusive_ptr<c10d::ProcessGroup> read_once_group_;
+  std::optional<SafetensorsCheckpoint> checkpoint_;
+  std::optional<LoadPlanner> planner_;
+  PreparedLoad load_;
+  // What each rank of the group wants; empty without one.
+  std::vector<std::vector<PlannedCopy>> group_copies_;
+  std::vector<at::Tensor> values_;  // One a target.
+  std::vector<internal::ShardDestination> destinations_;
+  int64_t bytes_read_ = 0;
+};
 
 }  // namespace
 
 absl::StatusOr<LoadCheckpointReport> LoadCheckpoint(
     torch::nn::Module& model, const std::string& path,
     const LoadCheckpointOptions& options) {
-  bool model_changed = false;
-  absl::Status status;
-  try {
-    absl::StatusOr<LoadCheckpointReport> report =
-        LoadOrThrow(model, path, options, model_changed);
-    if (report.ok()) return report;
-    status = report.status();
-  } catch (const c10::Error& error) {
-    status = absl::InternalError(
-        absl::StrCat("loading ", path, ": ", error.what_without_backtrace()));
-  }
-  if (!model_changed) return status;
-  return absl::Status(
-      status.code(),
-      absl::StrCat(status.message(), "; the model is now partly loaded"));
+  // A parameter that is loaded in inference mode could not be trained.
+  const c10::InferenceMode no_inference_mode(false);
+  const at::NoGradGuard no_grad;
+  return Loader(model, path, options).Load();
+}
+
+absl::StatusOr<std::string> DescribeLoad(const torch::nn::Module& model,
+                                         const std::string& path,
+                                         const LoadCheckpointOptions& options) {
+  std::vector<ModelTensor> tensors =
+      internal::ListTensors(model, options.layouts);
+  LORA_RETURN_IF_ERROR(CheckOptions(tensors, options));
+  LORA_ASSIGN_OR_RETURN(const SafetensorsCheckpoint checkpoint,
+                        SafetensorsCheckpoint::Open(path));
+  const LoadPlanner planner(std::move(tensors), checkpoint, options);
+  LORA_ASSIGN_OR_RETURN(
+      const PreparedLoad load,
+      planner.Prepare(options.mesh == nullptr ? 0 : options.mesh->rank()));
+  return load.plan.ToString(load.targets, checkpoint.tensors());
 }
 
 }  // namespace trainer_lora::distributed

@@ -9,6 +9,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "ATen/ops/empty.h"
+#include "ATen/ops/full.h"
 #include "ATen/ops/zeros.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -38,6 +39,24 @@ absl::StatusOr<at::Tensor> AllGatherRows(c10d::ProcessGroup& group,
   LORA_RETURN_IF_ERROR(RunCollective(
       group, what, [&] { return group._allgather_base(output, input); }));
   return output.to(at::kCPU).view({size, row.numel()});
+}
+
+// The text that each rank contributes. `lengths` has an entry a rank.
+absl::StatusOr<std::vector<std::string>> AllGatherTexts(
+    c10d::ProcessGroup& group, const std::string& text,
+    const at::Tensor& lengths, const std::string& what) {
+  // Padded to one length, as Gloo gathers equal sizes alone.
+  at::Tensor padded = at::zeros(
+      {std::max<int64_t>(lengths.max().item<int64_t>(), 1)}, at::kByte);
+  std::memcpy(padded.data_ptr(), text.data(), text.size());
+  LORA_ASSIGN_OR_RETURN(const at::Tensor rows,
+                        AllGatherRows(group, padded, what));
+  std::vector<std::string> texts;
+  for (int64_t rank = 0; rank < group.getSize(); ++rank) {
+    texts.emplace_back(reinterpret_cast<const char*>(rows[rank].data_ptr()),
+                       lengths[rank].item<int64_t>());
+  }
+  return texts;
 }
 
 std::string RankNames(const std::vector<int64_t>& ranks) {
@@ -117,24 +136,68 @@ absl::Status CheckRanksAgree(c10d::ProcessGroup& group,
                         AllGatherRows(group, digest, context));
   if (digests.eq(digests[0]).all().item<bool>()) return absl::OkStatus();
 
-  // The texts, padded to one length, as Gloo gathers equal sizes alone.
-  const at::Tensor lengths = digests.select(1, 1);
-  at::Tensor padded = at::zeros(
-      {std::max<int64_t>(lengths.max().item<int64_t>(), 1)}, at::kByte);
-  std::memcpy(padded.data_ptr(), text.data(), text.size());
-  LORA_ASSIGN_OR_RETURN(const at::Tensor texts,
-                        AllGatherRows(group, padded, context));
-
+  LORA_ASSIGN_OR_RETURN(
+      const std::vector<std::string> texts,
+      AllGatherTexts(group, text, digests.select(1, 1), context));
   std::vector<std::vector<std::string>> lines_of_rank;
-  for (int64_t rank = 0; rank < group.getSize(); ++rank) {
-    const absl::string_view rank_text(
-        reinterpret_cast<const char*>(texts[rank].data_ptr()),
-        lengths[rank].item<int64_t>());
+  for (const std::string& rank_text : texts) {
     lines_of_rank.push_back(absl::StrSplit(rank_text, '\n'));
   }
   return absl::FailedPreconditionError(absl::StrCat(
       group_name, ": the ranks must make the same call, with the same ",
       "parameters in the same order; ", DescribeDifference(lines_of_rank)));
+}
+
+absl::StatusOr<bool> IsTrueOnAnyRank(c10d::ProcessGroup& group,
+                                     const std::string& group_name,
+                                     const std::string& what, bool value) {
+  LORA_ASSIGN_OR_RETURN(
+      const at::Tensor rows,
+      AllGatherRows(
+          group, at::full({1}, value, at::kByte),
+          absl::StrCat(group_name, ", rank ", group.getRank(), ": ", what)));
+  return rows.any().item<bool>();
+}
+
+absl::Status AgreeOnStatus(c10d::ProcessGroup& group,
+                           const std::string& group_name,
+                           const std::string& what,
+                           const absl::Status& status) {
+  const std::string context =
+      absl::StrCat(group_name, ", rank ", group.getRank(), ": ", what);
+  const std::string text(status.message());
+  at::Tensor code_and_length = at::empty({2}, at::kLong);
+  code_and_length[0] = static_cast<int64_t>(status.code());
+  code_and_length[1] = static_cast<int64_t>(text.size());
+  LORA_ASSIGN_OR_RETURN(const at::Tensor rows,
+                        AllGatherRows(group, code_and_length, context));
+
+  // Ranks with an error of their own; without any, those that only stopped.
+  std::vector<int64_t> failed;
+  std::vector<int64_t> stopped;
+  std::vector<absl::StatusCode> codes;
+  for (int64_t rank = 0; rank < group.getSize(); ++rank) {
+    codes.push_back(
+        static_cast<absl::StatusCode>(rows[rank][0].item<int64_t>()));
+    if (codes.back() == absl::StatusCode::kAborted) {
+      stopped.push_back(rank);
+    } else if (codes.back() != absl::StatusCode::kOk) {
+      failed.push_back(rank);
+    }
+  }
+  if (failed.empty()) failed = stopped;
+  if (failed.empty()) return absl::OkStatus();
+
+  LORA_ASSIGN_OR_RETURN(
+      const std::vector<std::string> texts,
+      AllGatherTexts(group, text, rows.select(1, 1), context));
+  const int64_t first = failed.front();
+  if (group.getSize() == 1) return absl::Status(codes[first], texts[first]);
+  std::string message = absl::StrCat("rank ", first, ": ", texts[first]);
+  if (failed.size() > 1) {
+    absl::StrAppend(&message, " (", failed.size(), " ranks failed)");
+  }
+  return absl::Status(codes[first], message);
 }
 
 }  // namespace trainer_lora::distributed::internal

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 namespace c10d {
 class ProcessGroup;
@@ -23,6 +24,21 @@ absl::Status CheckRanksAgree(c10d::ProcessGroup& group,
                              const std::string& group_name,
                              const std::string& what,
                              const std::vector<std::string>& lines);
+
+// Collective over `group`, which errors call `group_name`: whether `value` is
+// true on any rank. `what` names what was tried, for the errors of
+// RunCollective where a peer is lost.
+absl::StatusOr<bool> IsTrueOnAnyRank(c10d::ProcessGroup& group,
+                                     const std::string& group_name,
+                                     const std::string& what, bool value);
+
+// Collective over `group`, with names as above. OK if `status` is on every
+// rank; else every rank gets the error of the first rank that has one, with
+// "rank N: " before its message. kAborted is the status of a rank that stopped
+// as another one failed, and counts where no rank has another error.
+absl::Status AgreeOnStatus(c10d::ProcessGroup& group,
+                           const std::string& group_name,
+                           const std::string& what, const absl::Status& status);
 
 }  // namespace trainer_lora::distributed::internal
 

@@ -13,6 +13,7 @@ _LABELS = [
     "absl/status:statusor",
     "absl/strings:str_format",
     "absl/strings:strings",
+    "absl/time:time",
     "absl/types:optional",
     "absl/types:span",
 ]
@@ -26,5 +27,5 @@ def repository():
         headers = ["absl"],
         library_prefix = "absl_",
         package = "libabsl-dev",
-        pkg_config = ["absl_flags_parse", "absl_status", "absl_statusor", "absl_str_format"],
+        pkg_config = ["absl_flags_parse", "absl_status", "absl_statusor", "absl_str_format", "absl_time"],
     )

@@ -1,0 +1,319 @@
+// ReadShardsOnce of shard_reader.h.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "ATen/ops/empty.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "c10/util/intrusive_ptr.h"
+#include "config/internal/status_macros.h"
+#include "distributed/checkpoint/internal/shard_destination.h"
+#include "distributed/checkpoint/internal/shard_reader.h"
+#include "distributed/checkpoint/load_plan.h"
+#include "distributed/checkpoint/safetensors_checkpoint.h"
+#include "distributed/checkpoint/safetensors_file.h"
+#include "distributed/internal/rank_agreement.h"
+#include "distributed/internal/run_collective.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/Work.hpp"
+
+namespace trainer_lora::distributed::internal {
+namespace {
+
+// Of a tensor, what one rank reads at once and sends on.
+constexpr int64_t kBlockBytes = 1 << 20;
+constexpr int64_t kMaxBlocksAtOnce = 16;
+
+// Elements that are contiguous in the file and in a rank's tensor.
+struct Piece {
+  int64_t source_begin;
+  int64_t local_begin;
+  int64_t count;
+  size_t target;
+};
+
+// A part of a source, and who wants what of it.
+struct Block {
+  size_t source;
+  // From the first to the last element that somebody wants.
+  int64_t begin;
+  int64_t end;
+  int64_t reader;                          // A rank of the group.
+  std::vector<std::vector<Piece>> pieces;  // One entry a rank.
+};
+
+int64_t Elements(const std::vector<Piece>& pieces) {
+  int64_t count = 0;
+  for (const Piece& piece : pieces) count += piece.count;
+  return count;
+}
+
+// Appends what `copy` takes of the elements [begin, end) of its source.
+void AppendPieces(const PlannedCopy& copy, int64_t begin, int64_t end,
+                  std::vector<Piece>& pieces) {
+  // The first run that ends after `begin`: runs follow each other in the file.
+  int64_t run = 0;
+  int64_t not_before = copy.num_runs;
+  while (run < not_before) {
+    const int64_t middle = run + (not_before - run) / 2;
+    if (copy.SourceBegin(middle) + copy.run_elements <= begin) {
+      run = middle + 1;
+    } else {
+      not_before = middle;
+    }
+  }
+  for (; run < copy.num_runs; ++run) {
+    const int64_t run_begin = copy.SourceBegin(run);
+    if (run_begin >= end) break;
+    const int64_t first = std::max(begin, run_begin);
+    const int64_t last = std::min(end, run_begin + copy.run_elements);
+    pieces.push_back({first, copy.LocalBegin(run) + first - run_begin,
+                      last - first, copy.target});
+  }
+}
+
+// Cuts the sources that somebody wants into blocks, one after the other.
+class BlockQueue {
+ public:
+  BlockQueue(const SafetensorsCheckpoint& checkpoint,
+             const std::vector<std::vector<PlannedCopy>>& copies)
+      : checkpoint_(checkpoint), copies_(copies), next_copy_(copies.size()) {}
+
+  // False at the end.
+  bool Next(Block& block) {
+    while (true) {
+      if (begin_ == end_ && !NextSource()) return false;
+      const int64_t element_size =
+          TensorDtypeBits(checkpoint_.tensors()[source_].info->dtype) / 8;
+      const int64_t end = std::min(
+          end_, begin_ + std::max<int64_t>(kBlockBytes / element_size, 1));
+      block.source = source_;
+      block.pieces.assign(copies_.size(), {});
+      block.begin = end;
+      block.end = begin_;
+      std::vector<int64_t> wanting;
+      for (size_t rank = 0; rank < copies_.size(); ++rank) {
+        for (const PlannedCopy* copy : source_copies_[rank]) {
+          AppendPieces(*copy, begin_, end, block.pieces[rank]);
+        }
+        for (const Piece& piece : block.pieces[rank]) {
+          block.begin = std::min(block.begin, piece.source_begin);
+          block.end = std::max(block.end, piece.source_begin + piece.count);
+        }
+        if (!block.pieces[rank].empty()) wanting.push_back(rank);
+      }
+      begin_ = end;
+      if (wanting.empty()) continue;
+      block.reader = wanting[num_blocks_++ % wanting.size()];
+      return true;
+    }
+  }
+
+ private:
+  bool NextSource() {
+    source_ = checkpoint_.tensors().size();
+    for (size_t rank = 0; rank < copies_.size(); ++rank) {
+      if (next_copy_[rank] == copies_[rank].size()) continue;
+      source_ = std::min(source_, copies_[rank][next_copy_[rank]].source);
+    }
+    if (source_ == checkpoint_.tensors().size()) return false;
+    source_copies_.assign(copies_.size(), {});
+    begin_ = std::numeric_limits<int64_t>::max();
+    end_ = 0;
+    for (size_t rank = 0; rank < copies_.size(); ++rank) {
+      size_t& next = next_copy_[rank];
+      for (; next < copies_[rank].size(); ++next) {
+        const PlannedCopy& copy = copies_[rank][next];
+        if (copy.source != source_) break;
+        source_copies_[rank].push_back(&copy);
+        const int64_t end =
+            copy.SourceBegin(copy.num_runs - 1) + copy.run_elements;
+        begin_ = std::min(begin_, copy.source_begin);
+        end_ = std::max(end_, end);
+      }
+    }
+    return true;
+  }
+
+  const SafetensorsCheckpoint& checkpoint_;
+  const std::vector<std::vector<PlannedCopy>>& copies_;
+  std::vector<size_t> next_copy_;  // One a rank.
+  size_t source_ = 0;
+  // Of the source, those that a rank has.
+  std::vector<std::vector<const PlannedCopy*>> source_copies_;
+  int64_t begin_ = 0;  // What is left of the source.
+  int64_t end_ = 0;
+  size_t num_blocks_ = 0;
+};
+
+class SharedReader {
+ public:
+  SharedReader(const SafetensorsCheckpoint& checkpoint,
+               const std::vector<std::vector<PlannedCopy>>& copies,
+               absl::Span<const ShardDestination> destinations,
+               c10d::ProcessGroup& group, const std::string& group_name,
+               const BytesCallback& on_bytes)
+      : checkpoint_(checkpoint),
+        destinations_(destinations),
+        group_(group),
+        group_name_(group_name),
+        context_(absl::StrCat(group_name, ", rank ", group.getRank(),
+                              ": exchange of checkpoint data")),
+        on_bytes_(on_bytes),
+        blocks_(checkpoint, copies) {}
+
+  absl::StatusOr<int64_t> Run() {
+    // As many blocks at once as there are ranks, so that all have one to read,
+    // but for very many.
+    const int64_t round_size =
+        std::min<int64_t>(group_.getSize(), kMaxBlocksAtOnce);
+    std::vector<Block> round;
+    bool is_last = false;
+    while (!is_last) {
+      round.clear();
+      Block block;
+      while (round.size() < round_size) {
+        if (!blocks_.Next(block)) {
+          is_last = true;
+          break;
+        }
+        round.push_back(std::move(block));
+      }
+      if (round.empty()) break;
+      LORA_RETURN_IF_ERROR(RunRound(round));
+    }
+    return bytes_read_;
+  }
+
+ private:
+  absl::Status RunRound(const std::vector<Block>& round) {
+    const int64_t rank = group_.getRank();
+    // Nobody begins to wait for a rank that could not read.
+    absl::Status status;
+    std::vector<std::vector<char>> contents(round.size());
+    for (size_t i = 0; i < round.size() && status.ok(); ++i) {
+      if (round[i].reader == rank) status = ReadBlock(round[i], contents[i]);
+    }
+    LORA_ASSIGN_OR_RETURN(
+        const bool has_failed,
+        IsTrueOnAnyRank(group_, group_name_, "agreement on what was read",
+                        !status.ok()));
+    LORA_RETURN_IF_ERROR(status);
+    if (has_failed) return absl::AbortedError("another rank could not read");
+
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    std::vector<at::Tensor> received(round.size());
+    std::vector<std::vector<at::Tensor>> messages;  // Alive until all are sent.
+    LORA_RETURN_IF_ERROR(CallCollective(context_, [&] {
+      for (size_t i = 0; i < round.size(); ++i) {
+        const Block& block = round[i];
+        if (block.reader == rank || block.pieces[rank].empty()) continue;
+        received[i] = at::empty(
+            {Elements(block.pieces[rank]) * ElementSize(block)},
+            at::TensorOptions(MetadataDevice(group_)).dtype(at::kByte));
+        messages.push_back({received[i]});
+        works.push_back(StartCollective(group_, [&] {
+          return group_.recv(messages.back(), block.reader, i);
+        }));
+      }
+      for (size_t i = 0; i < round.size(); ++i) {
+        const Block& block = round[i];
+        if (block.reader != rank) continue;
+        for (int64_t peer = 0; peer < block.pieces.size(); ++peer) {
+          if (peer == rank || block.pieces[peer].empty()) continue;
+          messages.push_back({Pack(block, peer, contents[i])});
+          works.push_back(StartCollective(
+              group_, [&] { return group_.send(messages.back(), peer, i); }));
+        }
+      }
+      for (const auto& work : works) work->wait();
+    }));
+
+    for (size_t i = 0; i < round.size(); ++i) {
+      if (!received[i].defined()) continue;
+      const at::Tensor bytes = received[i].cpu();
+      const char* position = static_cast<const char*>(bytes.const_data_ptr());
+      for (const Piece& piece : round[i].pieces[rank]) {
+        Place(round[i], piece, position);
+        position += piece.count * ElementSize(round[i]);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadBlock(const Block& block, std::vector<char>& contents) {
+    const CheckpointTensor& source = checkpoint_.tensors()[block.source];
+    contents.resize((block.end - block.begin) * ElementSize(block));
+    LORA_RETURN_IF_ERROR(checkpoint_.files()[source.file].Read(
+        *source.info, block.begin * ElementSize(block),
+        absl::MakeSpan(contents)));
+    bytes_read_ += contents.size();
+    for (const Piece& piece : block.pieces[group_.getRank()]) {
+      Place(block, piece, At(block, piece, contents));
+    }
+    return absl::OkStatus();
+  }
+
+  at::Tensor Pack(const Block& block, int64_t peer,
+                  const std::vector<char>& contents) const {
+    const int64_t element_size = ElementSize(block);
+    at::Tensor bytes =
+        at::empty({Elements(block.pieces[peer]) * element_size}, at::kByte);
+    char* position = static_cast<char*>(bytes.mutable_data_ptr());
+    for (const Piece& piece : block.pieces[peer]) {
+      std::memcpy(position, At(block, piece, contents),
+                  piece.count * element_size);
+      position += piece.count * element_size;
+    }
+    return bytes.to(MetadataDevice(group_));
+  }
+
+  void Place(const Block& block, const Piece& piece, const char* bytes) {
+    const TensorDtype dtype = checkpoint_.tensors()[block.source].info->dtype;
+    destinations_[piece.target].Write(dtype, bytes, piece.local_begin,
+                                      piece.count);
+    on_bytes_(piece.count * ElementSize(block));
+  }
+
+  int64_t ElementSize(const Block& block) const {
+    return TensorDtypeBits(checkpoint_.tensors()[block.source].info->dtype) / 8;
+  }
+
+  const char* At(const Block& block, const Piece& piece,
+                 const std::vector<char>& contents) const {
+    return contents.data() +
+           (piece.source_begin - block.begin) * ElementSize(block);
+  }
+
+  const SafetensorsCheckpoint& checkpoint_;
+  const absl::Span<const ShardDestination> destinations_;
+  c10d::ProcessGroup& group_;
+  const std::string group_name_;
+  const std::string context_;
+  const BytesCallback& on_bytes_;
+  BlockQueue blocks_;
+  int64_t bytes_read_ = 0;
+};
+
+}  // namespace
+
+absl::StatusOr<int64_t> ReadShardsOnce(
+    const SafetensorsCheckpoint& checkpoint,
+    const std::vector<std::vector<PlannedCopy>>& copies,
+    absl::Span<const ShardDestination> destinations, c10d::ProcessGroup& group,
+    const std::string& group_name, const BytesCallback& on_bytes) {
+  return SharedReader(checkpoint, copies, destinations, group, group_name,
+                      on_bytes)
+      .Run();
+}
+
+}  // namespace trainer_lora::distributed::internal
