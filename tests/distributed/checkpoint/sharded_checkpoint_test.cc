@@ -1,6 +1,5 @@
 // Loading into shards and saving from them, over meshes of several ranks.
 #include <cstdint>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -12,18 +11,15 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "ATen/ops/chunk.h"
 #include "ATen/ops/empty.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
-#include "absl/types/span.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/internal/fnv1a.h"
 #include "distributed/checkpoint/missing_parameter_initializer.h"
-#include "distributed/checkpoint/safetensors_checkpoint.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "distributed/checkpoint/sharded_loader.h"
 #include "distributed/checkpoint/sharded_saver.h"
@@ -36,6 +32,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
+#include "tests/testutil/checkpoint_tensors.h"
 #include "tests/testutil/runfiles.h"
 #include "tests/testutil/state_module.h"
 #include "tests/testutil/status_matchers.h"
@@ -49,11 +46,14 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::trainer_lora::testutil::Bytes;
 using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::ModuleWith;
 using ::trainer_lora::testutil::ParameterSpec;
+using ::trainer_lora::testutil::ReadCheckpoint;
 using ::trainer_lora::testutil::RunfilePath;
 using ::trainer_lora::testutil::RunRanks;
+using ::trainer_lora::testutil::ShardOf;
 using ::trainer_lora::testutil::StatusIs;
 
 namespace fs = std::filesystem;
@@ -61,33 +61,6 @@ namespace fs = std::filesystem;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 using MeshPtr = std::shared_ptr<const DeviceMesh>;
 using ModulePtr = std::shared_ptr<torch::nn::Module>;
-
-// All tensors of a checkpoint, by key.
-std::map<std::string, at::Tensor> ReadWhole(const std::string& path) {
-  std::map<std::string, at::Tensor> tensors;
-  absl::StatusOr<SafetensorsCheckpoint> checkpoint =
-      SafetensorsCheckpoint::Open(path);
-  EXPECT_THAT(checkpoint, IsOk());
-  if (!checkpoint.ok()) return tensors;
-  for (const CheckpointTensor& source : checkpoint->tensors()) {
-    at::Tensor tensor =
-        at::empty(source.info->shape, ToScalarType(source.info->dtype).value());
-    EXPECT_THAT(checkpoint->files()[source.file].Read(
-                    *source.info, 0,
-                    absl::MakeSpan(static_cast<char*>(tensor.data_ptr()),
-                                   tensor.nbytes())),
-                IsOk());
-    tensors[source.info->name] = tensor;
-  }
-  return tensors;
-}
-
-// The bits of a tensor, row-major.
-std::string Bytes(const at::Tensor& tensor) {
-  const at::Tensor dense = tensor.detach().contiguous();
-  return std::string(static_cast<const char*>(dense.const_data_ptr()),
-                     dense.nbytes());
-}
 
 // A model on meta for the tensors of a checkpoint, under their own names.
 ModulePtr MetaModelOf(const std::map<std::string, at::Tensor>& tensors) {
@@ -97,21 +70,6 @@ ModulePtr MetaModelOf(const std::map<std::string, at::Tensor>& tensors) {
   }
   const MetaDeviceGuard meta_device;
   return ModuleWith(specs);
-}
-
-// What a rank should hold, by torch.chunk: without SliceOf().
-at::Tensor ExpectedShard(at::Tensor tensor, const DeviceMesh& mesh,
-                         const std::vector<Placement>& placements) {
-  for (int64_t dim = 0; dim < mesh.ndim(); ++dim) {
-    const int64_t shard_dim = placements[dim].shard_dim();
-    if (shard_dim < 0 || shard_dim >= tensor.dim()) continue;
-    const std::vector<at::Tensor> chunks =
-        at::chunk(tensor, mesh.size(dim), shard_dim);
-    const int64_t index = mesh.coordinate(dim);
-    tensor =
-        index < chunks.size() ? chunks[index] : tensor.narrow(shard_dim, 0, 0);
-  }
-  return tensor;
 }
 
 struct MeshCase {
@@ -221,7 +179,7 @@ class ShardedCheckpointTest : public ::testing::Test {
 // each byte read once in the world.
 TEST_F(ShardedCheckpointTest, RoundTripsOverAllMeshes) {
   WriteCheckpoint(Path("in"));
-  const std::map<std::string, at::Tensor> whole = ReadWhole(Path("in"));
+  const std::map<std::string, at::Tensor> whole = ReadCheckpoint(Path("in"));
   ASSERT_EQ(whole.size(), 8);
   int64_t whole_bytes = 0;
   for (const auto& [name, tensor] : whole) whole_bytes += tensor.nbytes();
@@ -252,7 +210,7 @@ TEST_F(ShardedCheckpointTest, RoundTripsOverAllMeshes) {
         for (const auto& item : model->named_parameters()) {
           SCOPED_TRACE(item.key());
           const at::Tensor expected =
-              ExpectedShard(whole.at(item.key()), *mesh, mesh_case.placements);
+              ShardOf(whole.at(item.key()), *mesh, mesh_case.placements);
           EXPECT_EQ(item.value().sizes(), expected.sizes());
           EXPECT_EQ(Bytes(item.value()), Bytes(expected));
           EXPECT_EQ(item.value().requires_grad(),
@@ -272,7 +230,7 @@ TEST_F(ShardedCheckpointTest, RoundTripsOverAllMeshes) {
       if (read_once) {
         EXPECT_EQ(bytes_read, whole_bytes);
       }
-      const std::map<std::string, at::Tensor> saved = ReadWhole(out);
+      const std::map<std::string, at::Tensor> saved = ReadCheckpoint(out);
       ASSERT_EQ(saved.size(), whole.size());
       for (const auto& [name, tensor] : saved) {
         EXPECT_EQ(Bytes(tensor), Bytes(whole.at(name))) << name;
@@ -286,7 +244,7 @@ TEST_F(ShardedCheckpointTest, RoundTripsOverAllMeshes) {
 // Only the rows that a rank holds are read.
 TEST_F(ShardedCheckpointTest, ReadsLittleMoreThanItsRows) {
   WriteCheckpoint(Path("in"));
-  const std::map<std::string, at::Tensor> whole = ReadWhole(Path("in"));
+  const std::map<std::string, at::Tensor> whole = ReadCheckpoint(Path("in"));
   RunRanks(4, [&](int, GroupPtr group) {
     LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
     const ModulePtr model = MetaModelOf(whole);
@@ -316,7 +274,7 @@ TEST_P(PyTorchShardsTest, AreThoseThatAreLoaded) {
       GetParam() == "wan" ? "diffusion_pytorch_model" : "model";
   const std::string path = RunfilePath(absl::StrCat(
       testdata, GetParam(), "_checkpoint/", index, ".safetensors.index.json"));
-  const std::map<std::string, at::Tensor> whole = ReadWhole(path);
+  const std::map<std::string, at::Tensor> whole = ReadCheckpoint(path);
 
   const Placement replicate = Placement::Replicate();
   const std::vector<MeshCase> cases = {
@@ -419,8 +377,8 @@ TEST_F(ShardedCheckpointTest, FusesShardsAndSplitsProjections) {
     save.origins = report.origins;
     ASSERT_THAT(SaveCheckpoint(*model, Path("out"), save), IsOk());
   });
-  const std::map<std::string, at::Tensor> before = ReadWhole(Path("in"));
-  const std::map<std::string, at::Tensor> after = ReadWhole(Path("out"));
+  const std::map<std::string, at::Tensor> before = ReadCheckpoint(Path("in"));
+  const std::map<std::string, at::Tensor> after = ReadCheckpoint(Path("out"));
   ASSERT_EQ(after.size(), 3);
   for (const auto& [key, tensor] : after) {
     EXPECT_EQ(Bytes(tensor), Bytes(before.at(key))) << key;
@@ -470,7 +428,7 @@ TEST_F(ShardedCheckpointTest, MakesWhatIsMissingSliceBySlice) {
     const at::Tensor whole = *CountingInitializer("adapter", {5, 3}, at::kFloat,
                                                   TensorSlice::Whole({5, 3}));
     EXPECT_EQ(Bytes(parameters["adapter"]),
-              Bytes(ExpectedShard(whole, *mesh, placements)));
+              Bytes(ShardOf(whole, *mesh, placements)));
     EXPECT_EQ(parameters["gate_compress.w"].count_nonzero().item<int64_t>(), 0);
     EXPECT_FALSE(parameters["gate_compress.w"].is_meta());
   });
@@ -479,7 +437,7 @@ TEST_F(ShardedCheckpointTest, MakesWhatIsMissingSliceBySlice) {
 // A second load goes into the shards that are there.
 TEST_F(ShardedCheckpointTest, LoadsAgainIntoTheSameMemory) {
   WriteCheckpoint(Path("in"));
-  const std::map<std::string, at::Tensor> whole = ReadWhole(Path("in"));
+  const std::map<std::string, at::Tensor> whole = ReadCheckpoint(Path("in"));
   RunRanks(2, [&](int, GroupPtr group) {
     LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
     const ModulePtr model = MetaModelOf(whole);
@@ -492,9 +450,8 @@ TEST_F(ShardedCheckpointTest, LoadsAgainIntoTheSameMemory) {
     weight.detach().zero_();
     ASSERT_THAT(LoadCheckpoint(*model, Path("in"), options), IsOk());
     EXPECT_EQ(weight.data_ptr(), memory);
-    EXPECT_EQ(Bytes(weight),
-              Bytes(ExpectedShard(whole.at("blocks.0.attn.weight"), *mesh,
-                                  {Placement::Shard(0)})));
+    EXPECT_EQ(Bytes(weight), Bytes(ShardOf(whole.at("blocks.0.attn.weight"),
+                                           *mesh, {Placement::Shard(0)})));
   });
 }
 
@@ -505,7 +462,7 @@ class FailingRankTest : public ShardedCheckpointTest {
   void ExpectErrorOnAllRanks(absl::StatusCode code,
                              const std::vector<std::string>& substrings,
                              bool read_once = false) {
-    const std::map<std::string, at::Tensor> whole = ReadWhole(Path("in"));
+    const std::map<std::string, at::Tensor> whole = ReadCheckpoint(Path("in"));
     std::mutex mutex;
     std::vector<absl::Status> statuses;
     RunRanks(3, [&](int rank, GroupPtr group) {
@@ -570,7 +527,7 @@ TEST_F(FailingRankTest, CannotReadItsData) {
     SCOPED_TRACE(read_once);
     WriteCheckpoint(Path("in"));
     WriteCheckpoint(Path("other"));
-    std::map<std::string, at::Tensor> whole = ReadWhole(Path("in"));
+    std::map<std::string, at::Tensor> whole = ReadCheckpoint(Path("in"));
     whole["zz"] = at::empty({3});
     std::mutex mutex;
     std::vector<absl::Status> statuses;
@@ -614,7 +571,7 @@ TEST_F(FailingRankTest, CannotReadItsData) {
 
 TEST_F(ShardedCheckpointTest, RefusesLayoutsThatDoNotFit) {
   WriteCheckpoint(Path("in"));
-  const std::map<std::string, at::Tensor> whole = ReadWhole(Path("in"));
+  const std::map<std::string, at::Tensor> whole = ReadCheckpoint(Path("in"));
   RunRanks(2, [&](int, GroupPtr group) {
     LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
     const ModulePtr model = MetaModelOf(whole);
@@ -647,7 +604,7 @@ TEST_F(ShardedCheckpointTest, RefusesLayoutsThatDoNotFit) {
 
 TEST_F(ShardedCheckpointTest, DescribesALoad) {
   WriteCheckpoint(Path("in"));
-  const ModulePtr model = MetaModelOf(ReadWhole(Path("in")));
+  const ModulePtr model = MetaModelOf(ReadCheckpoint(Path("in")));
   LORA_ASSERT_OK_AND_ASSIGN(const std::string text,
                             DescribeLoad(*model, Path("in"), {}));
   EXPECT_THAT(text, AllOf(HasSubstr("8 tensors from 8 in the checkpoint"),
