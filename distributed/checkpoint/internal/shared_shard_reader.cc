@@ -31,7 +31,9 @@ namespace {
 
 // Of a tensor, what one rank reads at once and sends on.
 constexpr int64_t kBlockBytes = 1 << 20;
+// How many blocks are under way at once, each read by another rank.
 constexpr int64_t kMaxBlocksAtOnce = 16;
+constexpr int64_t kRoundsPerAgreement = 16;
 
 // Elements that are contiguous in the file and in a rank's tensor.
 struct Piece {
@@ -177,6 +179,7 @@ class SharedReader {
     const int64_t round_size =
         std::min<int64_t>(group_.getSize(), kMaxBlocksAtOnce);
     std::vector<Block> round;
+    int64_t num_rounds = 0;
     bool is_last = false;
     while (!is_last) {
       round.clear();
@@ -188,8 +191,10 @@ class SharedReader {
         }
         round.push_back(std::move(block));
       }
-      if (round.empty()) break;
       LORA_RETURN_IF_ERROR(RunRound(round));
+      if (is_last || ++num_rounds % kRoundsPerAgreement == 0) {
+        LORA_RETURN_IF_ERROR(AgreeToGoOn());
+      }
     }
     return bytes_read_;
   }
@@ -197,18 +202,12 @@ class SharedReader {
  private:
   absl::Status RunRound(const std::vector<Block>& round) {
     const int64_t rank = group_.getRank();
-    // Nobody begins to wait for a rank that could not read.
-    absl::Status status;
     std::vector<std::vector<char>> contents(round.size());
-    for (size_t i = 0; i < round.size() && status.ok(); ++i) {
-      if (round[i].reader == rank) status = ReadBlock(round[i], contents[i]);
+    for (size_t i = 0; i < round.size(); ++i) {
+      if (round[i].reader != rank) continue;
+      // What could not be read is sent all the same, as others wait for it.
+      read_status_.Update(ReadBlock(round[i], contents[i]));
     }
-    LORA_ASSIGN_OR_RETURN(
-        const bool has_failed,
-        IsTrueOnAnyRank(group_, group_name_, "agreement on what was read",
-                        !status.ok()));
-    LORA_RETURN_IF_ERROR(status);
-    if (has_failed) return absl::AbortedError("another rank could not read");
 
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
     std::vector<at::Tensor> received(round.size());
@@ -247,6 +246,17 @@ class SharedReader {
         position += piece.count * ElementSize(round[i]);
       }
     }
+    return absl::OkStatus();
+  }
+
+  // Ends the reading on all ranks if one of them could not read.
+  absl::Status AgreeToGoOn() {
+    LORA_ASSIGN_OR_RETURN(
+        const bool has_failed,
+        IsTrueOnAnyRank(group_, group_name_, "agreement on what was read",
+                        !read_status_.ok()));
+    LORA_RETURN_IF_ERROR(read_status_);
+    if (has_failed) return absl::AbortedError("another rank could not read");
     return absl::OkStatus();
   }
 
@@ -302,6 +312,7 @@ class SharedReader {
   const BytesCallback& on_bytes_;
   BlockQueue blocks_;
   int64_t bytes_read_ = 0;
+  absl::Status read_status_;  // The first error of this rank.
 };
 
 }  // namespace
