@@ -1,0 +1,285 @@
+// Planning a load, and loading a checkpoint into a model on the meta device,
+// against reading as many bytes with plain preads:
+//
+//   bazel run -c opt //tests/distributed/checkpoint:sharded_loader_benchmark
+//
+// The checkpoint is made first, in the folder for temporary files, and stays in
+// the page cache. The baseline allocates tensors of the same sizes and fills
+// each with one pread, on one thread. Both take turns; the reported time is the
+// mean of the loader's turns.
+//
+//   rate_ratio        the baseline's median time over the loader's: more is
+//                     better
+//   bytes_per_second  of the file
+//   ns_per_tensor     of a plan: the same for any number of tensors
+//
+// --bytes=N: the size of the checkpoint, 1 GB by default.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <deque>
+#include <filesystem>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "ATen/ops/empty.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "benchmark/benchmark.h"
+#include "config/internal/status_macros.h"
+#include "distributed/checkpoint/load_plan.h"
+#include "distributed/checkpoint/safetensors_checkpoint.h"
+#include "distributed/checkpoint/safetensors_file.h"
+#include "distributed/checkpoint/safetensors_writer.h"
+#include "distributed/checkpoint/sharded_loader.h"
+#include "distributed/checkpoint/state_dict_mapping.h"
+#include "distributed/checkpoint/torch_dtype.h"
+#include "distributed/meta_device.h"
+#include "distributed/tensor_slice.h"
+#include "tests/testutil/benchmark_flags.h"
+#include "tests/testutil/state_module.h"
+#include "torch/nn/module.h"
+
+namespace trainer_lora::distributed {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double SecondsSince(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+double Median(std::vector<double> seconds) {
+  const auto middle = seconds.begin() + seconds.size() / 2;
+  std::nth_element(seconds.begin(), middle, seconds.end());
+  return *middle;
+}
+
+// Ends the program where the machine does not do what the benchmark needs.
+void Check(const absl::Status& status) {
+  if (status.ok()) return;
+  std::cerr << status << std::endl;
+  std::exit(EXIT_FAILURE);
+}
+
+// --- Plans -------------------------------------------------------------------
+
+// As many tensors as are asked for; a third has an alias, and names are mapped
+// by 30 rules of which one matches.
+struct PlanInput {
+  std::deque<TensorInfo> infos;
+  std::vector<CheckpointTensor> sources;
+  std::vector<TargetTensor> targets;
+  LoadPlanOptions options;
+};
+
+PlanInput MakePlanInput(int64_t count, int64_t shard_dim) {
+  PlanInput input;
+  std::vector<MappingRule> rules;
+  for (int rule = 0; rule < 30; ++rule) {
+    rules.push_back({absl::StrCat(R"(blocks\.(\d+)\.old)", rule, R"(\.(.*))"),
+                     absl::StrCat(R"(blocks.\1.new)", rule, R"(.\2)")});
+  }
+  absl::StatusOr<StateDictMapping> mapping =
+      StateDictMapping::Create(std::move(rules));
+  Check(mapping.status());
+  input.options.mapping = *std::move(mapping);
+  const std::vector<int64_t> shape = {4096, 1024};
+  TensorSlice slice = TensorSlice::Whole(shape);
+  slice.offsets[shard_dim] = shape[shard_dim] / 8;
+  slice.sizes[shard_dim] = shape[shard_dim] / 8;
+  for (int64_t i = 0; i < count; ++i) {
+    const std::string tail = absl::StrCat(i % 30, ".weight");
+    const std::string block = absl::StrCat("blocks.", i / 30, ".");
+    input.infos.push_back({absl::StrCat(block, "old", tail), TensorDtype::kF32,
+                           shape, 0, 4u * 4096 * 1024});
+    input.sources.push_back({0, &input.infos.back()});
+    std::string name = absl::StrCat(block, "new", tail);
+    if (i % 3 == 0) {
+      const std::string adapted =
+          absl::StrCat(block, "new", i % 30, ".base_layer.weight");
+      Check(input.options.aliases.Add(name, adapted));
+      name = adapted;
+    }
+    input.targets.push_back({{name}, TensorDtype::kBF16, shape, {slice}});
+  }
+  return input;
+}
+
+void BM_Plan(benchmark::State& state) {
+  const PlanInput input = MakePlanInput(state.range(0), state.range(1));
+  std::vector<double> seconds;
+  for (auto _ : state) {
+    const auto begin = Clock::now();
+    absl::StatusOr<LoadPlan> plan =
+        MakeLoadPlan(input.targets, input.sources, input.options);
+    Check(plan.status());
+    seconds.push_back(SecondsSince(begin));
+    state.SetIterationTime(seconds.back());
+  }
+  state.counters["ns_per_tensor"] = Median(seconds) * 1e9 / state.range(0);
+}
+BENCHMARK(BM_Plan)
+    ->ArgNames({"tensors", "shard_dim"})
+    ->ArgsProduct({{10'000, 100'000}, {0, 1}})
+    ->UseManualTime()
+    ->Unit(benchmark::kMillisecond);
+
+// --- Loads -------------------------------------------------------------------
+
+// A file of layers such as a transformer's, and what is in it.
+class Checkpoint {
+ public:
+  Checkpoint(const std::string& folder, TensorDtype dtype, int64_t bytes)
+      : path_(
+            absl::StrCat(folder, "/", TensorDtypeName(dtype), ".safetensors")) {
+    const int64_t width = bytes < 100'000'000 ? 64 : 1024;
+    const int64_t element_size = TensorDtypeBits(dtype) / 8;
+    const std::vector<std::vector<int64_t>> layer = {
+        {width, width}, {width, width},     {width, width},    {width, width},
+        {width},        {4 * width, width}, {width, 4 * width}};
+    for (int64_t size = 0; size < bytes;) {
+      for (const std::vector<int64_t>& shape : layer) {
+        const int64_t columns = shape.size() == 1 ? 1 : shape[1];
+        specs_.push_back({absl::StrCat("w", specs_.size()), dtype, shape});
+        size += shape[0] * columns * element_size;
+      }
+    }
+    Check(Write());
+  }
+
+  const std::string& path() const { return path_; }
+  const std::vector<TensorSpec>& specs() const { return specs_; }
+
+ private:
+  absl::Status Write() {
+    LORA_ASSIGN_OR_RETURN(SafetensorsWriter writer,
+                          SafetensorsWriter::Create(path_, specs_, {}));
+    for (const TensorSpec& spec : writer.tensors()) {
+      int64_t size = TensorDtypeBits(spec.dtype) / 8;
+      for (const int64_t extent : spec.shape) size *= extent;
+      LORA_RETURN_IF_ERROR(writer.Append(std::string(size, '\1')));
+    }
+    return writer.Finish();
+  }
+
+  const std::string path_;
+  std::vector<TensorSpec> specs_;
+};
+
+std::shared_ptr<torch::nn::Module> MetaModel(const Checkpoint& checkpoint,
+                                             at::ScalarType dtype) {
+  std::vector<testutil::ParameterSpec> specs;
+  for (const TensorSpec& spec : checkpoint.specs()) {
+    specs.push_back({spec.name, spec.shape, dtype});
+  }
+  const MetaDeviceGuard meta_device;
+  return testutil::ModuleWith(specs);
+}
+
+// The seconds of one pread a tensor, into new memory.
+double ReadPlainly(const Checkpoint& checkpoint) {
+  const auto begin = Clock::now();
+  const int descriptor = open(checkpoint.path().c_str(), O_RDONLY | O_CLOEXEC);
+  std::vector<at::Tensor> tensors;
+  int64_t offset = 0;
+  for (const TensorSpec& spec : checkpoint.specs()) {
+    tensors.push_back(at::empty(spec.shape, ToScalarType(spec.dtype).value()));
+    const int64_t size = tensors.back().nbytes();
+    if (pread(descriptor, tensors.back().data_ptr(), size, offset) != size) {
+      Check(absl::DataLossError(checkpoint.path()));
+    }
+    offset += size;
+  }
+  close(descriptor);
+  return SecondsSince(begin);
+}
+
+void BM_Load(benchmark::State& state, const Checkpoint& checkpoint,
+             at::ScalarType dtype, int num_threads) {
+  std::vector<double> own, baseline;
+  int64_t bytes = 0;
+  LoadCheckpointOptions options;
+  options.num_threads = num_threads;
+  for (auto _ : state) {
+    {
+      const auto model = MetaModel(checkpoint, dtype);
+      const auto begin = Clock::now();
+      const absl::StatusOr<LoadCheckpointReport> report =
+          LoadCheckpoint(*model, checkpoint.path(), options);
+      own.push_back(SecondsSince(begin));
+      Check(report.status());
+      bytes = report->bytes_read;
+    }
+    baseline.push_back(ReadPlainly(checkpoint));
+    state.SetIterationTime(own.back());
+  }
+  state.counters["rate_ratio"] = Median(baseline) / Median(own);
+  state.SetBytesProcessed(state.iterations() * bytes);
+}
+
+int Main(int argc, char** argv) {
+  if (const std::optional<int> status = testutil::TakeDeviceFlag(argc, argv)) {
+    return *status;
+  }
+  const std::string bytes_flag =
+      testutil::TakeFlag(argc, argv, "bytes").value_or("1000000000");
+  int64_t bytes = 0;
+  if (!absl::SimpleAtoi(bytes_flag, &bytes) || bytes < 1) {
+    std::cerr << "--bytes=" << bytes_flag << ": give a number from 1"
+              << std::endl;
+    return EXIT_FAILURE;
+  }
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return EXIT_FAILURE;
+
+  std::string folder = (std::filesystem::temp_directory_path() /
+                        "sharded_loader_benchmark.XXXXXX")
+                           .string();
+  if (mkdtemp(folder.data()) == nullptr) {
+    Check(absl::UnavailableError(absl::StrCat("no folder at ", folder)));
+  }
+  {
+    const Checkpoint f32(folder, TensorDtype::kF32, bytes);
+    const Checkpoint bf16(folder, TensorDtype::kBF16, bytes);
+    for (const auto& [checkpoint, dtype] :
+         {std::pair(&f32, at::kFloat), std::pair(&bf16, at::kBFloat16),
+          std::pair(&bf16, at::kFloat)}) {
+      for (const int threads : {1, 2, 4}) {
+        benchmark::RegisterBenchmark(
+            absl::StrCat(
+                "BM_Load/",
+                std::string(TensorDtypeName(checkpoint->specs()[0].dtype)),
+                "_to_", std::string(TensorDtypeName(*ToTensorDtype(dtype))),
+                "/threads:", threads)
+                .c_str(),
+            BM_Load, *checkpoint, dtype, threads)
+            ->UseManualTime()
+            ->Unit(benchmark::kMillisecond);
+      }
+    }
+    benchmark::RunSpecifiedBenchmarks();
+    benchmark::Shutdown();
+  }
+  std::filesystem::remove_all(folder);
+  return EXIT_SUCCESS;
+}
+
+}  // namespace
+}  // namespace trainer_lora::distributed
+
+int main(int argc, char** argv) {
+  return trainer_lora::distributed::Main(argc, argv);
+}
