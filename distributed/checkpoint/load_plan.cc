@@ -7,10 +7,10 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -162,6 +162,9 @@ class Planner {
         ignored_(std::move(ignored)),
         zeros_(std::move(zeros)),
         first_assignments_(targets.size(), Assignment::kNoSource) {
+    target_of_name_.reserve(targets.size());
+    assignment_of_name_.reserve(targets.size());
+    assignments_.reserve(targets.size());
     for (size_t i = 0; i < targets.size(); ++i) {
       for (const std::string& name : targets[i].names) {
         target_of_name_.emplace(name, i);
@@ -175,6 +178,7 @@ class Planner {
       CheckAssignment(assignment);
     }
     LORA_RETURN_IF_ERROR(FindValues());
+    plan_.copies.reserve(targets_.size());
     for (size_t i = 0; i < targets_.size(); ++i) {
       if (plan_.value_sources[i] == ValueSource::kCheckpoint) PlanTarget(i);
     }
@@ -189,6 +193,7 @@ class Planner {
  private:
   void AssignSources() {
     std::vector<std::string> names;
+    names.reserve(targets_.size());
     for (const TargetTensor& target : targets_) {
       names.insert(names.end(), target.names.begin(), target.names.end());
     }
@@ -377,9 +382,9 @@ class Planner {
   const PatternList zeros_;
 
   LoadPlan plan_;
-  std::unordered_map<std::string, size_t> target_of_name_;
+  absl::flat_hash_map<std::string, size_t> target_of_name_;
   std::vector<Assignment> assignments_;
-  std::unordered_map<std::string, size_t> assignment_of_name_;
+  absl::flat_hash_map<std::string, size_t> assignment_of_name_;
   std::vector<size_t> first_assignments_;  // By target; kNoSource if none.
   std::vector<std::string> no_place_;
   std::vector<std::string> missing_;
