@@ -245,24 +245,36 @@ class Saver {
 
   std::vector<std::string> AgreementLines() const {
     std::vector<std::string> lines = {folder_};
-    for (const std::vector<Entry>& file : files_) {
-      for (const Entry& entry : file) {
-        lines.push_back(
-            absl::StrCat(absl::CHexEscape(entry.spec.name), " ",
-                         TensorDtypeName(entry.spec.dtype), " [",
-                         absl::StrJoin(entry.spec.shape, ", "), "] of ",
-                         entry.tensor->names.front(),
-                         Find(options_.transforms, *entry.tensor) == nullptr
-                             ? ""
-                             : ", transformed"));
-        if (const StateLayout* layout = entry.tensor->layout;
-            layout != nullptr) {
-          absl::StrAppend(&lines.back(), ", ", layout->layout.ToString(), " ",
-                          absl::StrJoin(layout->parts, "+"));
+    for (size_t i = 0; i < files_.size(); ++i) {
+      lines.push_back(absl::CHexEscape(FileName(i)));
+      for (const Entry& entry : files_[i]) {
+        lines.push_back(absl::StrCat(absl::CHexEscape(entry.spec.name), " [",
+                                     absl::StrJoin(entry.spec.shape, ", "),
+                                     "] of ", DescribeShards(*entry.tensor)));
+        const SaveTransform* const transform =
+            Find(options_.transforms, *entry.tensor);
+        if (transform == nullptr) continue;
+        absl::StrAppend(&lines.back(), ", transformed");
+        for (const std::string& name : transform->inputs) {
+          absl::StrAppend(&lines.back(), " with ",
+                          DescribeShards(*by_name_.at(name)));
         }
       }
     }
     return lines;
+  }
+
+  // What the ranks must know alike to send and receive `tensor`.
+  static std::string DescribeShards(const ModelTensor& tensor) {
+    std::string text = absl::StrCat(
+        tensor.names.front(), " (",
+        DescribeTensor(tensor.tensor.scalar_type(), tensor.GlobalShape()));
+    if (const StateLayout* layout = tensor.layout; layout != nullptr) {
+      absl::StrAppend(&text, ", ", layout->layout.mesh->ToString(), " ",
+                      layout->layout.ToString(), " ",
+                      absl::StrJoin(layout->parts, "+"));
+    }
+    return absl::StrCat(text, ")");
   }
 
   std::string FileName(size_t index) const {
