@@ -15,6 +15,11 @@ compare() {
   "${python}" "tests/parity/$3" "${work}/result.json"
 }
 
-bazel build --compilation_mode=opt //tests/config:lora_config_benchmark //tests/lora:layer_replacement_benchmark
+bazel build --compilation_mode=opt //tests/config:lora_config_benchmark //tests/lora:layer_replacement_benchmark \
+  //tests/parity:load_shards
 compare config/lora_config_benchmark BM_TypicalFile/ config_speed.py
 compare lora/layer_replacement_benchmark BM_EnableLoraTraining injection_speed.py
+
+readonly weights="${work}/weights.safetensors"
+"${python}" tests/parity/loader_speed.py "${weights}" --create
+"${python}" tests/parity/loader_speed.py "${weights}" --ours "bazel-bin/tests/parity/load_shards --file={file}"
