@@ -53,6 +53,13 @@ struct Entry {
   int64_t begin;
 };
 
+// A writer's status, which has the code of the file system's error, with one of
+// SaveCheckpoint().
+absl::Status FileStatus(const absl::Status& status) {
+  if (status.ok() || absl::IsResourceExhausted(status)) return status;
+  return absl::UnavailableError(status.message());
+}
+
 // One call of SaveCheckpoint().
 class Saver {
  public:
@@ -323,12 +330,11 @@ class Saver {
     std::optional<SafetensorsWriter> writer;
     LORA_RETURN_IF_ERROR(Agree([&]() -> absl::Status {
       if (!IsWriter()) return absl::OkStatus();
-      LORA_ASSIGN_OR_RETURN(
-          SafetensorsWriter created,
+      absl::StatusOr<SafetensorsWriter> created =
           SafetensorsWriter::Create(new_folder_->PathOf(FileName(index)),
-                                    SpecsOf(index), options_.metadata));
-      writer.emplace(std::move(created));
-      return absl::OkStatus();
+                                    SpecsOf(index), options_.metadata);
+      if (created.ok()) writer.emplace(*std::move(created));
+      return FileStatus(created.status());
     }));
     for (const Entry& entry : files_[index]) {
       // Agreeing after each tensor keeps a rank that has none of the next ones
@@ -336,12 +342,13 @@ class Saver {
       LORA_RETURN_IF_ERROR(Agree([&]() -> absl::Status {
         LORA_ASSIGN_OR_RETURN(const at::Tensor value, GatherEntry(entry));
         if (!IsWriter()) return absl::OkStatus();
-        return writer->Append(absl::string_view(
-            static_cast<const char*>(value.const_data_ptr()), value.nbytes()));
+        return FileStatus(writer->Append(absl::string_view(
+            static_cast<const char*>(value.const_data_ptr()), value.nbytes())));
       }));
     }
-    return Agree(
-        [&] { return IsWriter() ? writer->Finish() : absl::OkStatus(); });
+    return Agree([&] {
+      return IsWriter() ? FileStatus(writer->Finish()) : absl::OkStatus();
+    });
   }
 
   // The values of `entry`, contiguous on the CPU; undefined but on the writer.
