@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <new>
@@ -368,7 +369,14 @@ class Saver {
                             Gather(input, 0, input.GlobalShape()));
     }
     if (!IsWriter()) return at::Tensor();
-    const at::Tensor transformed = transform->apply(value, inputs);
+    at::Tensor transformed;
+    try {
+      transformed = transform->apply(value, inputs);
+    } catch (const std::exception& error) {
+      return absl::InternalError(
+          absl::StrCat("the transform of ", entry.tensor->names.front(),
+                       " threw: ", internal::ErrorMessage(error)));
+    }
     if (!transformed.defined() || transformed.sizes() != value.sizes() ||
         transformed.scalar_type() != value.scalar_type()) {
       return absl::FailedPreconditionError(absl::StrCat(

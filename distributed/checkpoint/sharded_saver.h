@@ -42,7 +42,7 @@ struct SaveTransform {
   // From the whole tensor and the whole inputs, which are on the CPU and not to
   // be changed, the tensor to write: of the same shape and dtype. Called on
   // rank 0 alone, without autograd; more than once for a tensor that is written
-  // in several parts. May throw c10::Error.
+  // in several parts. May throw.
   std::function<at::Tensor(const at::Tensor& value,
                            const std::vector<at::Tensor>& inputs)>
       apply;
@@ -97,6 +97,7 @@ struct SaveCheckpointOptions {
 //                        before anything is written
 //   kUnavailable, kDeadlineExceeded  the folder can't be written; a peer is
 //                        lost or does not answer
+//   kInternal            a transform threw
 absl::Status SaveCheckpoint(const torch::nn::Module& model,
                             const std::string& folder,
                             const SaveCheckpointOptions& options);
