@@ -107,6 +107,12 @@ class Saver {
   }
 
   absl::Status Prepare() {
+    if (options_.file_stem.empty() ||
+        absl::StrContains(options_.file_stem, '/')) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("file_stem is \"", options_.file_stem,
+                       "\", which can't begin the name of a file"));
+    }
     tensors_ = internal::ListTensors(model_, options_.layouts);
     LORA_RETURN_IF_ERROR(internal::CheckLayouts(tensors_, options_.mesh.get(),
                                                 options_.layouts));

@@ -72,7 +72,7 @@ struct SaveCheckpointOptions {
 
   // The name of the one file is <stem>.safetensors; several are
   // <stem>-00001-of-00002.safetensors and so on, beside the index
-  // <stem>.safetensors.index.json.
+  // <stem>.safetensors.index.json. Neither empty nor with a slash.
   std::string file_stem = "model";
 
   // Of each file. The default is what transformers asks for.
@@ -87,7 +87,8 @@ struct SaveCheckpointOptions {
 // whole tensor, twice that for one that is not sharded along dimension 0, and
 // the inputs of its transform. An error on one rank is the same error on all:
 //   kInvalidArgument     layouts, origins, transforms or names left out don't
-//                        fit the model, or two tensors get one key
+//                        fit the model; two tensors get one key; a key or an
+//                        entry of the metadata is not UTF-8; a bad file_stem
 //   kAlreadyExists       something is at `folder`
 //   kFailedPrecondition  a tensor is on the meta device, of another shape than
 //                        its layout says, or of a type that files don't have;
