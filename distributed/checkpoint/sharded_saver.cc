@@ -199,7 +199,9 @@ class Saver {
         ToTensorDtype(tensor.tensor.scalar_type()).value();
     std::vector<int64_t> shape = tensor.GlobalShape();
     const std::vector<KeyPart>* const origin = Find(options_.origins, tensor);
-    if (origin == nullptr || origin->size() == 1) {
+    const int64_t rows = shape.empty() ? -1 : shape[0];
+    if (origin == nullptr ||
+        (origin->size() == 1 && origin->front().rows == rows)) {
       entries.push_back(
           {{origin == nullptr ? name : origin->front().key, dtype, shape},
            &tensor,
@@ -207,14 +209,13 @@ class Saver {
       return absl::OkStatus();
     }
     int64_t begin = 0;
-    const int64_t rows = shape.empty() ? -1 : shape[0];
     for (const KeyPart& part : *origin) {
       if (part.rows < 0 || part.rows > rows - begin) break;
       shape[0] = part.rows;
       entries.push_back({{part.key, dtype, shape}, &tensor, begin});
       begin += part.rows;
     }
-    if (begin == rows) return absl::OkStatus();
+    if (begin == rows && !origin->empty()) return absl::OkStatus();
     return absl::InvalidArgumentError(absl::StrCat(
         name, " has ", std::max<int64_t>(rows, 0), " rows, and its origins ",
         absl::StrJoin(*origin, " + ",
