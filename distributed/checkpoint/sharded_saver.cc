@@ -54,6 +54,11 @@ struct Entry {
   int64_t begin;
 };
 
+// The elements of `tensor` themselves, row-major, on `device`.
+at::Tensor Dense(const at::Tensor& tensor, at::Device device) {
+  return tensor.to(device).contiguous().resolve_conj().resolve_neg();
+}
+
 // A writer's status, which has the code of the file system's error, with one of
 // SaveCheckpoint().
 absl::Status FileStatus(const absl::Status& status) {
@@ -393,7 +398,7 @@ class Saver {
               : "an undefined tensor",
           " and not ", DescribeTensor(value.scalar_type(), value.sizes())));
     }
-    const at::Tensor on_cpu = transformed.detach().to(at::kCPU).contiguous();
+    const at::Tensor on_cpu = Dense(transformed.detach(), at::kCPU);
     if (on_cpu.dim() == 0) return on_cpu;
     return on_cpu.narrow(0, entry.begin, entry.spec.shape[0]);
   }
@@ -406,7 +411,7 @@ class Saver {
       if (!IsWriter()) return at::Tensor();
       const at::Tensor rows =
           shape.empty() ? local : local.narrow(0, begin, shape[0]);
-      return rows.to(at::kCPU).contiguous();
+      return Dense(rows, at::kCPU);
     }
     at::Tensor whole;
     if (IsWriter()) {
@@ -457,7 +462,7 @@ class Saver {
     const std::string what = absl::StrCat(
         options_.mesh->RankString(), ": transfer of ", tensor.names.front());
     if (!IsWriter()) {
-      std::vector<at::Tensor> message = {part.to(device).contiguous()};
+      std::vector<at::Tensor> message = {Dense(part, device)};
       return internal::RunCollective(*group_, what, [&] {
         return group_->send(message, /*dstRank=*/0, /*tag=*/0);
       });
