@@ -12,6 +12,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "ATen/ops/empty.h"
+#include "ATen/ops/equal.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -259,6 +260,32 @@ TEST_F(ShardedCheckpointTest, ReadsLittleMoreThanItsRows) {
     }
     EXPECT_EQ(report.bytes_read, shard_bytes);
   });
+}
+
+// A checkpoint of 90 MB that many use.
+TEST_F(ShardedCheckpointTest, LoadsAndSavesMiniLm) {
+  const std::string path = RunfilePath("minilm/model.safetensors");
+  const std::map<std::string, at::Tensor> whole = ReadCheckpoint(path);
+  ASSERT_EQ(whole.size(), 104);
+  RunRanks(3, [&](int, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
+    const ModulePtr model = MetaModelOf(whole);
+    LoadCheckpointOptions load;
+    load.mesh = mesh;
+    load.layouts = ShardedLayouts(*model, mesh, {Placement::Shard(0)});
+    LORA_ASSERT_OK_AND_ASSIGN(const LoadCheckpointReport report,
+                              LoadCheckpoint(*model, path, load));
+    SaveCheckpointOptions save;
+    save.mesh = mesh;
+    save.layouts = load.layouts;
+    save.origins = report.origins;
+    EXPECT_THAT(SaveCheckpoint(*model, Path("out"), save), IsOk());
+  });
+  const std::map<std::string, at::Tensor> saved = ReadCheckpoint(Path("out"));
+  ASSERT_EQ(saved.size(), whole.size());
+  for (const auto& [key, tensor] : whole) {
+    EXPECT_TRUE(at::equal(saved.at(key), tensor)) << key;
+  }
 }
 
 // The local shards that PyTorch's fully_shard and distribute_tensor make of

@@ -499,6 +499,29 @@ TEST_F(LoadCheckpointTest, ConvertsFloatingPointTypes) {
   }
 }
 
+TEST_F(LoadCheckpointTest, ConvertsTypesOfAByte) {
+  // 0.5 and -2.
+  const struct {
+    TensorDtype dtype;
+    std::vector<uint8_t> bits;
+  } sources[] = {{TensorDtype::kF8E4M3, {0x30, 0xc0}},
+                 {TensorDtype::kF8E5M2, {0x38, 0xc0}}};
+  for (const auto& source : sources) {
+    ASSERT_THAT(
+        WriteSafetensors(
+            path_, {{"weight", source.dtype, {1, 2}, source.bits.data()}}, {}),
+        IsOk());
+    for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
+      SCOPED_TRACE(absl::StrCat(TensorDtypeName(source.dtype), " to ",
+                                c10::toString(dtype)));
+      torch::nn::Linear linear(torch::nn::LinearOptions(2, 1).bias(false));
+      linear->to(dtype);
+      ASSERT_THAT(LoadCheckpoint(*linear, path_, options_), IsOk());
+      EXPECT_THAT(Values(linear->weight), ElementsAre(0.5, -2));
+    }
+  }
+}
+
 TEST_F(LoadCheckpointTest, RoundsToNearestWhenItNarrows) {
   // 1 + 2^-8 + 2^-16 lies just above the middle of two bfloat16 numbers.
   CheckpointBuilder()

@@ -248,8 +248,7 @@ TEST_F(SaveCheckpointTest, RefusesWhatATransformShouldNotGive) {
   };
   ExpectError(absl::StatusCode::kInternal,
               "the transform of a.weight threw: no factors");
-  apply = [](const at::Tensor&,
-             const std::vector<at::Tensor>&) -> at::Tensor {
+  apply = [](const at::Tensor&, const std::vector<at::Tensor>&) -> at::Tensor {
     throw std::runtime_error("not of torch");
   };
   ExpectError(absl::StatusCode::kInternal, "threw: not of torch");
@@ -264,9 +263,8 @@ TEST_F(SaveCheckpointTest, AppliesATransformToATensorOfSeveralParts) {
       }};
   ASSERT_THAT(SaveCheckpoint(*model_, folder_, options_), IsOk());
   const auto saved = ReadCheckpoint(folder_);
-  const at::Tensor expected =
-      at::arange(12, at::kFloat).view({4, 3}) + 7 +
-      at::arange(4, at::kFloat).unsqueeze(1);
+  const at::Tensor expected = at::arange(12, at::kFloat).view({4, 3}) + 7 +
+                              at::arange(4, at::kFloat).unsqueeze(1);
   EXPECT_TRUE(at::equal(at::cat({saved.at("q"), saved.at("v")}), expected));
 }
 
@@ -282,9 +280,9 @@ TEST_F(SaveCheckpointTest, LeavesWhatIsThereAlone) {
 
 // More than any file system has, and no memory: every row is the same one.
 TEST_F(SaveCheckpointTest, LooksForRoomFirst) {
-  model_->register_buffer("huge",
-                          at::zeros({1}).expand({int64_t{1} << 50}));
-  ExpectError(absl::StatusCode::kResourceExhausted, "are left on its file system");
+  model_->register_buffer("huge", at::zeros({1}).expand({int64_t{1} << 50}));
+  ExpectError(absl::StatusCode::kResourceExhausted,
+              "are left on its file system");
 }
 
 TEST_F(SaveCheckpointTest, GivesRanksThatDifferTheSameError) {
@@ -293,7 +291,8 @@ TEST_F(SaveCheckpointTest, GivesRanksThatDifferTheSameError) {
     SaveCheckpointOptions options;
     options.mesh = mesh;
     if (rank == 2) options.left_out = {"a.bias"};
-    const absl::Status differing = SaveCheckpoint(*MakeModel(), folder_, options);
+    const absl::Status differing =
+        SaveCheckpoint(*MakeModel(), folder_, options);
     options.left_out = {};
     if (rank == 1) options.max_file_bytes = 50;
     const absl::Status files = SaveCheckpoint(*MakeModel(), folder_, options);
@@ -353,8 +352,8 @@ TEST_F(SaveCheckpointTest, DISABLED_Rank) {
           model.register_module(child, std::make_shared<torch::nn::Module>());
     }
     children[child]->register_parameter(
-        item.key().substr(2), ShardOf(item.value().detach().clone(), *mesh,
-                                      {Placement::Shard(0)}));
+        item.key().substr(2),
+        ShardOf(item.value().detach().clone(), *mesh, {Placement::Shard(0)}));
   }
   testutil::MakeMark();
   if (mesh->rank() == 2) {
