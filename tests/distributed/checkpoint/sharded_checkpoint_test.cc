@@ -176,8 +176,9 @@ class ShardedCheckpointTest : public ::testing::Test {
 };
 
 // Loads on every rank, compares with chunks of the whole tensors, saves, and
-// compares with the file. Once with each rank reading for itself, and once with
-// each byte read once in the world.
+// compares with the file. With each rank reading for itself, with each byte
+// read once in the world, and once for the ranks along the last dimension: a
+// node.
 TEST_F(ShardedCheckpointTest, RoundTripsOverAllMeshes) {
   WriteCheckpoint(Path("in"));
   const std::map<std::string, at::Tensor> whole = ReadCheckpoint(Path("in"));
@@ -186,9 +187,9 @@ TEST_F(ShardedCheckpointTest, RoundTripsOverAllMeshes) {
   for (const auto& [name, tensor] : whole) whole_bytes += tensor.nbytes();
 
   for (const MeshCase& mesh_case : MeshCases()) {
-    for (const bool read_once : {false, true}) {
-      SCOPED_TRACE(absl::StrCat(mesh_case.name, read_once ? ", once" : ""));
-      const std::string out = Path(absl::StrCat(mesh_case.name, read_once));
+    for (const std::string reads : {"each", "world", "node"}) {
+      SCOPED_TRACE(absl::StrCat(mesh_case.name, ", ", reads));
+      const std::string out = Path(absl::StrCat(mesh_case.name, reads));
       std::mutex mutex;
       int64_t bytes_read = 0;
       RunRanks(WorldSize(mesh_case), [&](int, GroupPtr group) {
@@ -198,10 +199,9 @@ TEST_F(ShardedCheckpointTest, RoundTripsOverAllMeshes) {
         LoadCheckpointOptions load;
         load.mesh = mesh;
         load.layouts = ShardedLayouts(*model, mesh, mesh_case.placements);
-        if (read_once) {
-          for (int64_t dim = 0; dim < mesh->ndim(); ++dim) {
-            load.read_once_dims.push_back(dim);
-          }
+        for (int64_t dim = reads == "node" ? mesh->ndim() - 1 : 0;
+             reads != "each" && dim < mesh->ndim(); ++dim) {
+          load.read_once_dims.push_back(dim);
         }
         LoadProgress last;
         load.progress = [&](const LoadProgress& progress) { last = progress; };
@@ -228,7 +228,7 @@ TEST_F(ShardedCheckpointTest, RoundTripsOverAllMeshes) {
         save.max_file_bytes = 10'000;
         EXPECT_THAT(SaveCheckpoint(*model, out, save), IsOk());
       });
-      if (read_once) {
+      if (reads == "world") {
         EXPECT_EQ(bytes_read, whole_bytes);
       }
       const std::map<std::string, at::Tensor> saved = ReadCheckpoint(out);
