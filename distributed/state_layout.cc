@@ -61,10 +61,7 @@ std::vector<TensorSlice> StateLayout::SlicesOf(int64_t rank) const {
 }
 
 std::vector<int64_t> StateLayout::LocalShape() const {
-  const std::vector<TensorSlice> slices = SlicesOf(layout.mesh->rank());
-  std::vector<int64_t> shape = slices.front().sizes;
-  for (size_t i = 1; i < slices.size(); ++i) shape[0] += slices[i].sizes[0];
-  return shape;
+  return ConcatenatedShape(SlicesOf(layout.mesh->rank()));
 }
 
 absl::Status StateLayout::Validate() const {

@@ -1,8 +1,10 @@
 #include "distributed/tensor_slice.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -45,6 +47,31 @@ TensorSlice SliceOf(absl::Span<const int64_t> shape,
     slice.sizes[dim] = chunk.size;
   }
   return slice;
+}
+
+std::vector<int64_t> ConcatenatedShape(absl::Span<const TensorSlice> slices) {
+  std::vector<int64_t> shape = slices[0].sizes;
+  for (const TensorSlice& slice : slices.subspan(1)) shape[0] += slice.sizes[0];
+  return shape;
+}
+
+std::vector<HeldRows> RowsWithin(absl::Span<const TensorSlice> slices,
+                                 int64_t begin, int64_t count) {
+  std::vector<HeldRows> held;
+  int64_t local_row = 0;  // Of the slice.
+  for (const TensorSlice& slice : slices) {
+    const int64_t first = std::max(begin, slice.offsets[0]);
+    const int64_t last =
+        std::min(begin + count, slice.offsets[0] + slice.sizes[0]);
+    TensorSlice common = slice;
+    common.offsets[0] = first - begin;
+    common.sizes[0] = std::max<int64_t>(last - first, 0);
+    if (common.numel() > 0) {
+      held.push_back({std::move(common), local_row + first - slice.offsets[0]});
+    }
+    local_row += slice.sizes[0];
+  }
+  return held;
 }
 
 }  // namespace trainer_lora::distributed

@@ -52,6 +52,22 @@ TensorSlice SliceOf(absl::Span<const int64_t> shape,
                     absl::Span<const int64_t> mesh_sizes,
                     absl::Span<const int64_t> coordinates);
 
+// The shape of `slices` that lie one after the other along dimension 0. There
+// is one at least; they differ in dimension 0 alone.
+std::vector<int64_t> ConcatenatedShape(absl::Span<const TensorSlice> slices);
+
+// Some of the rows that a rank holds.
+struct HeldRows {
+  TensorSlice slice;
+  int64_t local_row;  // Where they begin in the rank's own tensor.
+};
+
+// What the rank that holds `slices`, one after the other along dimension 0, has
+// of the rows [begin, begin + count) of a tensor: slices of these rows, none of
+// them empty. The tensor is no scalar.
+std::vector<HeldRows> RowsWithin(absl::Span<const TensorSlice> slices,
+                                 int64_t begin, int64_t count);
+
 }  // namespace trainer_lora::distributed
 
 #endif  // TRAINER_LORA_DISTRIBUTED_TENSOR_SLICE_H_

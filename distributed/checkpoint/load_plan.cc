@@ -347,18 +347,8 @@ class Planner {
         AddCopy(source, index, target.slices[0], 0);
         continue;
       }
-      int64_t local_row = 0;  // Of the slice, in the local tensor.
-      for (const TensorSlice& slice : target.slices) {
-        const int64_t begin = std::max(slice.offsets[0], first_row);
-        const int64_t end =
-            std::min(slice.offsets[0] + slice.sizes[0], first_row + rows);
-        TensorSlice common = slice;
-        common.offsets[0] = begin - first_row;
-        common.sizes[0] = std::max<int64_t>(end - begin, 0);
-        if (common.numel() > 0) {
-          AddCopy(source, index, common, local_row + begin - slice.offsets[0]);
-        }
-        local_row += slice.sizes[0];
+      for (const HeldRows& held : RowsWithin(target.slices, first_row, rows)) {
+        AddCopy(source, index, held.slice, held.local_row);
       }
       first_row += rows;
     }
@@ -396,11 +386,7 @@ class Planner {
 }  // namespace
 
 std::vector<int64_t> LocalShape(const TargetTensor& target) {
-  std::vector<int64_t> shape = target.slices[0].sizes;
-  for (size_t i = 1; i < target.slices.size(); ++i) {
-    shape[0] += target.slices[i].sizes[0];
-  }
-  return shape;
+  return ConcatenatedShape(target.slices);
 }
 
 int64_t PlannedCopy::SourceBegin(int64_t run) const {

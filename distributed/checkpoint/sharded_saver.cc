@@ -420,20 +420,11 @@ class Saver {
     // From the first rank on that has it: the writer's own copies come first.
     std::set<TensorSlice> known;
     for (int64_t rank = 0; rank < options_.mesh->size(); ++rank) {
-      int64_t local_row = 0;
-      for (const TensorSlice& slice : tensor.SlicesOf(rank)) {
-        const int64_t first = std::max(begin, slice.offsets[0]);
-        const int64_t last =
-            std::min(begin + shape[0], slice.offsets[0] + slice.sizes[0]);
-        TensorSlice common = slice;
-        common.offsets[0] = first - begin;
-        common.sizes[0] = std::max<int64_t>(last - first, 0);
-        if (common.numel() > 0 && known.insert(common).second) {
-          LORA_RETURN_IF_ERROR(Move(tensor, rank,
-                                    local_row + first - slice.offsets[0],
-                                    common, whole));
-        }
-        local_row += slice.sizes[0];
+      for (const HeldRows& held :
+           RowsWithin(tensor.SlicesOf(rank), begin, shape[0])) {
+        if (!known.insert(held.slice).second) continue;
+        LORA_RETURN_IF_ERROR(
+            Move(tensor, rank, held.local_row, held.slice, whole));
       }
     }
     return whole;

@@ -68,5 +68,19 @@ TEST(SliceOfTest, ChunksTheChunksOfEarlierMeshDimensions) {
                           TensorSlice{{5}, {3}}, TensorSlice{{8}, {2}}));
 }
 
+TEST(RowsWithinTest, FindsTheRowsInTheRanksOwnTensor) {
+  // Rows 2, 3 and 5, 6, 7 of a tensor, columns 1 and 2.
+  const std::vector<TensorSlice> slices = {{{2, 1}, {2, 2}}, {{5, 1}, {3, 2}}};
+  EXPECT_THAT(ConcatenatedShape(slices), ElementsAre(5, 2));
+  const std::vector<HeldRows> held = RowsWithin(slices, /*begin=*/3, 3);
+  ASSERT_EQ(held.size(), 2);
+  EXPECT_EQ(held[0].slice, (TensorSlice{{0, 1}, {1, 2}}));  // Row 3.
+  EXPECT_EQ(held[0].local_row, 1);
+  EXPECT_EQ(held[1].slice, (TensorSlice{{2, 1}, {1, 2}}));  // Row 5.
+  EXPECT_EQ(held[1].local_row, 2);
+  EXPECT_TRUE(RowsWithin(slices, 4, 1).empty());
+  EXPECT_TRUE(RowsWithin(slices, 8, 5).empty());
+}
+
 }  // namespace
 }  // namespace trainer_lora::distributed
