@@ -178,15 +178,14 @@ class Planner {
       CheckAssignment(assignment);
     }
     LORA_RETURN_IF_ERROR(FindValues());
-    plan_.copies.reserve(targets_.size());
+    plan_.sources.resize(targets_.size());
     for (size_t i = 0; i < targets_.size(); ++i) {
-      if (plan_.value_sources[i] == ValueSource::kCheckpoint) PlanTarget(i);
+      if (plan_.value_sources[i] == ValueSource::kCheckpoint) SetSources(i);
     }
-    std::sort(plan_.copies.begin(), plan_.copies.end(),
-              [](const PlannedCopy& a, const PlannedCopy& b) {
-                return std::tie(a.source, a.source_begin, a.target) <
-                       std::tie(b.source, b.source_begin, b.target);
-              });
+    plan_.copies = CopiesFor(plan_, targets_, sources_);
+    for (const PlannedCopy& copy : plan_.copies) {
+      plan_.bytes_read += copy.bytes_read;
+    }
     return std::move(plan_);
   }
 
@@ -334,35 +333,14 @@ class Planner {
     return ValueSource::kZero;
   }
 
-  void PlanTarget(size_t index) {
-    const TargetTensor& target = targets_[index];
-    const Assignment& assignment = assignments_[first_assignments_[index]];
-    std::vector<KeyPart>& origin = plan_.origins[target.names[0]];
-    int64_t first_row = 0;  // Of the part, in the whole tensor.
-    for (const size_t source : assignment.sources) {
+  void SetSources(size_t target) {
+    plan_.sources[target] =
+        std::move(assignments_[first_assignments_[target]].sources);
+    std::vector<KeyPart>& origin = plan_.origins[targets_[target].names[0]];
+    for (const size_t source : plan_.sources[target]) {
       const TensorInfo& info = *sources_[source].info;
-      const int64_t rows = info.shape.empty() ? -1 : info.shape[0];
-      origin.push_back({info.name, rows});
-      if (rows < 0) {
-        AddCopy(source, index, target.slices[0], 0);
-        continue;
-      }
-      for (const HeldRows& held : RowsWithin(target.slices, first_row, rows)) {
-        AddCopy(source, index, held.slice, held.local_row);
-      }
-      first_row += rows;
+      origin.push_back({info.name, info.shape.empty() ? -1 : info.shape[0]});
     }
-  }
-
-  void AddCopy(size_t source, size_t target, const TensorSlice& slice,
-               int64_t local_row) {
-    const TensorInfo& info = *sources_[source].info;
-    PlannedCopy copy = MakeCopy(info.shape, slice, local_row);
-    copy.source = source;
-    copy.target = target;
-    PlanReads(TensorDtypeBits(info.dtype) / 8, copy);
-    plan_.bytes_read += copy.bytes_read;
-    plan_.copies.push_back(std::move(copy));
   }
 
   const absl::Span<const TargetTensor> targets_;
@@ -411,6 +389,42 @@ int64_t PlannedCopy::ReadEnd(int64_t begin) const {
   if (runs_per_read == 1) return begin + 1;
   const int64_t loop_begin = begin / loops.back().count * loops.back().count;
   return std::min(begin + runs_per_read, loop_begin + loops.back().count);
+}
+
+std::vector<PlannedCopy> CopiesFor(const LoadPlan& plan,
+                                   absl::Span<const TargetTensor> targets,
+                                   absl::Span<const CheckpointTensor> sources) {
+  std::vector<PlannedCopy> copies;
+  copies.reserve(targets.size());
+  for (size_t target = 0; target < targets.size(); ++target) {
+    const std::vector<TensorSlice>& slices = targets[target].slices;
+    int64_t first_row = 0;  // Of the part, in the whole tensor.
+    for (const size_t source : plan.sources[target]) {
+      const TensorInfo& info = *sources[source].info;
+      const auto add = [&](const TensorSlice& slice, int64_t local_row) {
+        PlannedCopy copy = MakeCopy(info.shape, slice, local_row);
+        copy.source = source;
+        copy.target = target;
+        PlanReads(TensorDtypeBits(info.dtype) / 8, copy);
+        copies.push_back(std::move(copy));
+      };
+      if (info.shape.empty()) {
+        add(slices[0], 0);
+        continue;
+      }
+      for (const HeldRows& held :
+           RowsWithin(slices, first_row, info.shape[0])) {
+        add(held.slice, held.local_row);
+      }
+      first_row += info.shape[0];
+    }
+  }
+  std::sort(copies.begin(), copies.end(),
+            [](const PlannedCopy& a, const PlannedCopy& b) {
+              return std::tie(a.source, a.source_begin, a.target) <
+                     std::tie(b.source, b.source_begin, b.target);
+            });
+  return copies;
 }
 
 std::string LoadPlan::ToString(

@@ -118,6 +118,9 @@ struct KeyPart {
 struct LoadPlan {
   // One a target.
   std::vector<ValueSource> value_sources;
+  // The checkpoint's tensors that are the parts of each target, in their order;
+  // none for a target that it lacks.
+  std::vector<std::vector<size_t>> sources;
   // In the order of their first bytes in the checkpoint.
   std::vector<PlannedCopy> copies;
   // Keys, in the checkpoint's order.
@@ -150,6 +153,13 @@ struct LoadPlan {
 absl::StatusOr<LoadPlan> MakeLoadPlan(
     absl::Span<const TargetTensor> targets,
     absl::Span<const CheckpointTensor> sources, const LoadPlanOptions& options);
+
+// What a rank copies that holds other slices of the same targets, by a plan for
+// these: LoadPlan::copies of its own plan, without finding each key's place
+// again.
+std::vector<PlannedCopy> CopiesFor(const LoadPlan& plan,
+                                   absl::Span<const TargetTensor> targets,
+                                   absl::Span<const CheckpointTensor> sources);
 
 // The most that one read takes for several runs, in bytes.
 inline constexpr int64_t kMaxSpannedBytes = 4 << 20;

@@ -5,7 +5,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -25,10 +24,10 @@
 #include "absl/time/time.h"
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
-#include "c10/util/Exception.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/internal/status_macros.h"
 #include "config/logging.h"
+#include "distributed/checkpoint/internal/guarded_step.h"
 #include "distributed/checkpoint/internal/model_state.h"
 #include "distributed/checkpoint/internal/shard_destination.h"
 #include "distributed/checkpoint/internal/shard_reader.h"
@@ -94,8 +93,7 @@ absl::Status CheckValue(absl::string_view name, const at::Tensor& value,
 
 // A load that can begin.
 struct PreparedLoad {
-  std::vector<ModelTensor> tensors;
-  std::vector<TargetTensor> targets;  // One a tensor.
+  std::vector<TargetTensor> targets;  // One a tensor of the model.
   LoadPlan plan;
 };
 
@@ -133,20 +131,17 @@ class LoadPlanner {
     return targets;
   }
 
-  absl::StatusOr<LoadPlan> PlanFor(
-      const std::vector<TargetTensor>& targets) const {
-    return MakeLoadPlan(targets, checkpoint_.tensors(), plan_options_);
-  }
+  const std::vector<ModelTensor>& tensors() const { return tensors_; }
 
   // The plan of `rank`, the one that this process is, with every problem of
   // model and checkpoint in one error.
   absl::StatusOr<PreparedLoad> Prepare(int64_t rank) const {
     unfit_values_.clear();
     PreparedLoad load;
-    load.tensors = tensors_;
     load.targets = TargetsOf(rank);
     std::vector<std::string> problems;
-    absl::StatusOr<LoadPlan> plan = PlanFor(load.targets);
+    absl::StatusOr<LoadPlan> plan =
+        MakeLoadPlan(load.targets, checkpoint_.tensors(), plan_options_);
     if (plan.ok()) {
       load.plan = *std::move(plan);
     } else if (plan.status().code() == absl::StatusCode::kFailedPrecondition) {
@@ -154,7 +149,7 @@ class LoadPlanner {
     } else {
       return plan.status();
     }
-    AddModelProblems(load, problems);
+    AddModelProblems(load.targets, problems);
     if (!problems.empty()) {
       return absl::FailedPreconditionError(absl::StrCat(
           checkpoint_.path(), " does not fit the model, which was left as it ",
@@ -181,28 +176,27 @@ class LoadPlanner {
     return true;
   }
 
-  void AddModelProblems(const PreparedLoad& load,
+  void AddModelProblems(const std::vector<TargetTensor>& targets,
                         std::vector<std::string>& problems) const {
     std::vector<std::string> misshapen;
     std::vector<std::string> unknown_types;
     std::vector<std::string> not_materializable;
     std::unordered_map<const c10::StorageImpl*, std::string> meta_storages;
-    for (size_t i = 0; i < load.tensors.size(); ++i) {
-      const at::Tensor& tensor = load.tensors[i].tensor;
-      const std::string& name = load.tensors[i].names.front();
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const at::Tensor& tensor = tensors_[i].tensor;
+      const std::string& name = tensors_[i].names.front();
       if (!ToTensorDtype(tensor.scalar_type()).has_value()) {
         unknown_types.push_back(
             absl::StrCat(name, " (", c10::toString(tensor.scalar_type()), ")"));
       }
-      const std::vector<int64_t> shape = LocalShape(load.targets[i]);
+      const std::vector<int64_t> shape = LocalShape(targets[i]);
       if (tensor.sizes() != at::IntArrayRef(shape) &&
           !(tensor.is_meta() &&
-            tensor.sizes() == at::IntArrayRef(load.targets[i].global_shape))) {
+            tensor.sizes() == at::IntArrayRef(targets[i].global_shape))) {
         misshapen.push_back(absl::StrCat(
             name, " has [", absl::StrJoin(tensor.sizes(), ", "),
             "] in the model, and [", absl::StrJoin(shape, ", "), "] of [",
-            absl::StrJoin(load.targets[i].global_shape, ", "),
-            "] by its layout"));
+            absl::StrJoin(targets[i].global_shape, ", "), "] by its layout"));
       }
       // Materializing breaks what autograd or another tensor knows of a tensor.
       if (!tensor.is_meta()) continue;
@@ -237,17 +231,11 @@ class LoadPlanner {
 
 // What must be the same on every rank, a line a tensor.
 std::vector<std::string> AgreementLines(
-    const PreparedLoad& load, const SafetensorsCheckpoint& checkpoint) {
+    const std::vector<ModelTensor>& tensors,
+    const SafetensorsCheckpoint& checkpoint) {
   std::vector<std::string> lines;
-  for (size_t i = 0; i < load.targets.size(); ++i) {
-    const ModelTensor& tensor = load.tensors[i];
-    lines.push_back(absl::StrCat(load.targets[i].names[0], " ",
-                                 DescribeTensor(tensor.tensor.scalar_type(),
-                                                load.targets[i].global_shape)));
-    if (tensor.layout != nullptr) {
-      absl::StrAppend(&lines.back(), " ", tensor.layout->layout.ToString(), " ",
-                      absl::StrJoin(tensor.layout->parts, "+"));
-    }
+  for (const ModelTensor& tensor : tensors) {
+    lines.push_back(internal::DescribeShards(tensor));
   }
   for (const CheckpointTensor& source : checkpoint.tensors()) {
     lines.push_back(absl::StrCat("key ", absl::CHexEscape(source.info->name),
@@ -306,7 +294,7 @@ class Loader {
       LORA_RETURN_IF_ERROR(internal::CheckRanksAgree(
           *options_.mesh->group(), options_.mesh->ToString(),
           "comparison of models and checkpoints",
-          AgreementLines(load_, *checkpoint_)));
+          AgreementLines(planner_->tensors(), *checkpoint_)));
     }
     LORA_RETURN_IF_ERROR(
         Agree("allocation of parameters", [&] { return Allocate(); }));
@@ -322,27 +310,13 @@ class Loader {
   }
 
  private:
-  // Calls `step`, whose exceptions become its status.
-  absl::Status Guarded(const std::function<absl::Status()>& step) const {
-    try {
-      return step();
-    } catch (const c10::Error& error) {
-      return absl::InternalError(absl::StrCat("loading ", path_, ": ",
-                                              error.what_without_backtrace()));
-    } catch (const std::bad_alloc&) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("loading ", path_, ": out of memory"));
-    }
-  }
-
   // Calls `step` and, with a mesh, has all ranks return the same.
   absl::Status Agree(const std::string& what,
                      const std::function<absl::Status()>& step) const {
-    const absl::Status status = Guarded(step);
-    if (options_.mesh == nullptr) return status;
-    return internal::AgreeOnStatus(*options_.mesh->group(),
-                                   options_.mesh->ToString(), what, status);
+    return internal::AgreedStep(options_.mesh.get(), what, Context(), step);
   }
+
+  std::string Context() const { return absl::StrCat("loading ", path_); }
 
   absl::Status Prepare() {
     std::vector<ModelTensor> tensors =
@@ -362,9 +336,11 @@ class Loader {
     if (read_once_group_ != nullptr) {
       for (const int64_t rank :
            options_.mesh->RanksOver(options_.read_once_dims)) {
-        LORA_ASSIGN_OR_RETURN(LoadPlan plan,
-                              planner_->PlanFor(planner_->TargetsOf(rank)));
-        group_copies_.push_back(std::move(plan.copies));
+        group_copies_.push_back(rank == options_.mesh->rank()
+                                    ? load_.plan.copies
+                                    : CopiesFor(load_.plan,
+                                                planner_->TargetsOf(rank),
+                                                checkpoint_->tensors()));
       }
     }
     Warn();
@@ -390,7 +366,7 @@ class Loader {
 
   // Whether a tensor of the model changes before all is read.
   bool WritesInPlace() const {
-    for (const ModelTensor& tensor : load_.tensors) {
+    for (const ModelTensor& tensor : planner_->tensors()) {
       if (!tensor.tensor.is_meta()) return true;
     }
     return false;
@@ -398,7 +374,7 @@ class Loader {
 
   absl::Status Allocate() {
     for (size_t i = 0; i < load_.targets.size(); ++i) {
-      const at::Tensor& tensor = load_.tensors[i].tensor;
+      const at::Tensor& tensor = planner_->tensors()[i].tensor;
       values_.push_back(
           tensor.is_meta()
               ? at::empty(
@@ -431,7 +407,8 @@ class Loader {
     }
     ProgressMeter meter(options_.progress, bytes_total);
     // Also after an error: the others wait for this rank.
-    const absl::Status initialized = Guarded([&] { return Initialize(); });
+    const absl::Status initialized =
+        internal::GuardedStep(Context(), [&] { return Initialize(); });
     LORA_ASSIGN_OR_RETURN(
         bytes_read_,
         internal::ReadShardsOnce(*checkpoint_, group_copies_, destinations_,
@@ -496,7 +473,7 @@ class Loader {
   // Nothing here can fail: what could was checked when the load was planned.
   absl::Status Commit() const {
     for (size_t i = 0; i < values_.size(); ++i) {
-      const at::Tensor& tensor = load_.tensors[i].tensor;
+      const at::Tensor& tensor = planner_->tensors()[i].tensor;
       if (tensor.is_meta()) {
         LORA_RETURN_IF_ERROR(MaterializeShardInPlace(tensor, values_[i]));
       } else {

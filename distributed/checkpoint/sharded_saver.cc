@@ -6,7 +6,6 @@
 #include <exception>
 #include <functional>
 #include <map>
-#include <new>
 #include <optional>
 #include <set>
 #include <string>
@@ -24,8 +23,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "c10/core/GradMode.h"
-#include "c10/util/Exception.h"
 #include "config/internal/status_macros.h"
+#include "distributed/checkpoint/internal/guarded_step.h"
 #include "distributed/checkpoint/internal/model_state.h"
 #include "distributed/checkpoint/internal/new_folder.h"
 #include "distributed/checkpoint/internal/safetensors_index.h"
@@ -96,19 +95,9 @@ class Saver {
 
   // Calls `step` and, with a mesh, has all ranks return the same.
   absl::Status Agree(const std::function<absl::Status()>& step) const {
-    absl::Status status;
-    try {
-      status = step();
-    } catch (const c10::Error& error) {
-      status = absl::InternalError(absl::StrCat(
-          "saving ", folder_, ": ", error.what_without_backtrace()));
-    } catch (const std::bad_alloc&) {
-      status = absl::ResourceExhaustedError(
-          absl::StrCat("saving ", folder_, ": out of memory"));
-    }
-    if (group_ == nullptr) return status;
-    return internal::AgreeOnStatus(*group_, options_.mesh->ToString(),
-                                   absl::StrCat("saving of ", folder_), status);
+    return internal::AgreedStep(options_.mesh.get(),
+                                absl::StrCat("saving of ", folder_),
+                                absl::StrCat("saving ", folder_), step);
   }
 
   absl::Status Prepare() {
@@ -270,31 +259,19 @@ class Saver {
       for (const Entry& entry : files_[i]) {
         lines.push_back(absl::StrCat(absl::CHexEscape(entry.spec.name), " [",
                                      absl::StrJoin(entry.spec.shape, ", "),
-                                     "] of ", DescribeShards(*entry.tensor)));
+                                     "] of ",
+                                     internal::DescribeShards(*entry.tensor)));
         const SaveTransform* const transform =
             Find(options_.transforms, *entry.tensor);
         if (transform == nullptr) continue;
         absl::StrAppend(&lines.back(), ", transformed");
         for (const std::string& name : transform->inputs) {
           absl::StrAppend(&lines.back(), " with ",
-                          DescribeShards(*by_name_.at(name)));
+                          internal::DescribeShards(*by_name_.at(name)));
         }
       }
     }
     return lines;
-  }
-
-  // What the ranks must know alike to send and receive `tensor`.
-  static std::string DescribeShards(const ModelTensor& tensor) {
-    std::string text = absl::StrCat(
-        tensor.names.front(), " (",
-        DescribeTensor(tensor.tensor.scalar_type(), tensor.GlobalShape()));
-    if (const StateLayout* layout = tensor.layout; layout != nullptr) {
-      absl::StrAppend(&text, ", ", layout->layout.mesh->ToString(), " ",
-                      layout->layout.ToString(), " ",
-                      absl::StrJoin(layout->parts, "+"));
-    }
-    return absl::StrCat(text, ")");
   }
 
   std::string FileName(size_t index) const {
@@ -317,8 +294,8 @@ class Saver {
     new_folder_.emplace(std::move(new_folder));
     uint64_t bytes = 0;
     if (files_.size() > 1) {
-      LORA_ASSIGN_OR_RETURN(const std::string index, IndexText());
-      bytes += index.size();
+      LORA_ASSIGN_OR_RETURN(index_text_, IndexText());
+      bytes += index_text_.size();
     }
     for (size_t i = 0; i < files_.size(); ++i) {
       LORA_ASSIGN_OR_RETURN(const uint64_t file_bytes,
@@ -472,9 +449,8 @@ class Saver {
   absl::Status Finish() {
     if (!IsWriter()) return absl::OkStatus();
     if (files_.size() > 1) {
-      LORA_ASSIGN_OR_RETURN(const std::string index, IndexText());
       LORA_RETURN_IF_ERROR(new_folder_->WriteText(
-          options_.file_stem + ".safetensors.index.json", index));
+          options_.file_stem + ".safetensors.index.json", index_text_));
     }
     return new_folder_->MoveIntoPlace();
   }
@@ -489,7 +465,9 @@ class Saver {
   std::map<std::string, const ModelTensor*> by_name_;
   std::vector<std::vector<Entry>> files_;  // In the order of their bytes.
   int64_t total_bytes_ = 0;
-  std::optional<internal::NewFolder> new_folder_;  // On the writer alone.
+  // On the writer alone.
+  std::optional<internal::NewFolder> new_folder_;
+  std::string index_text_;  // Empty for a single file.
 };
 
 }  // namespace

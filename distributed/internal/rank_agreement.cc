@@ -59,6 +59,12 @@ absl::StatusOr<std::vector<std::string>> AllGatherTexts(
   return texts;
 }
 
+// Who wanted what, for the errors of a collective.
+std::string Context(const c10d::ProcessGroup& group,
+                    const std::string& group_name, const std::string& what) {
+  return absl::StrCat(group_name, ", rank ", group.getRank(), ": ", what);
+}
+
 std::string RankNames(const std::vector<int64_t>& ranks) {
   return absl::StrCat(ranks.size() == 1 ? "rank " : "ranks ",
                       absl::StrJoin(ranks, ", "));
@@ -125,8 +131,7 @@ absl::Status CheckRanksAgree(c10d::ProcessGroup& group,
                              const std::string& group_name,
                              const std::string& what,
                              const std::vector<std::string>& lines) {
-  const std::string context =
-      absl::StrCat(group_name, ", rank ", group.getRank(), ": ", what);
+  const std::string context = Context(group, group_name, what);
   const std::string text = absl::StrJoin(lines, "\n");
 
   at::Tensor digest = at::empty({2}, at::kLong);
@@ -151,11 +156,9 @@ absl::Status CheckRanksAgree(c10d::ProcessGroup& group,
 absl::StatusOr<bool> IsTrueOnAnyRank(c10d::ProcessGroup& group,
                                      const std::string& group_name,
                                      const std::string& what, bool value) {
-  LORA_ASSIGN_OR_RETURN(
-      const at::Tensor rows,
-      AllGatherRows(
-          group, at::full({1}, value, at::kByte),
-          absl::StrCat(group_name, ", rank ", group.getRank(), ": ", what)));
+  LORA_ASSIGN_OR_RETURN(const at::Tensor rows,
+                        AllGatherRows(group, at::full({1}, value, at::kByte),
+                                      Context(group, group_name, what)));
   return rows.any().item<bool>();
 }
 
@@ -163,8 +166,7 @@ absl::Status AgreeOnStatus(c10d::ProcessGroup& group,
                            const std::string& group_name,
                            const std::string& what,
                            const absl::Status& status) {
-  const std::string context =
-      absl::StrCat(group_name, ", rank ", group.getRank(), ": ", what);
+  const std::string context = Context(group, group_name, what);
   const std::string text(status.message());
   at::Tensor code_and_length = at::empty({2}, at::kLong);
   code_and_length[0] = static_cast<int64_t>(status.code());

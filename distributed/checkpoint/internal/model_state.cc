@@ -91,4 +91,16 @@ std::string DescribeTensor(at::ScalarType dtype, at::IntArrayRef shape) {
       absl::StrJoin(shape, ", "), "]");
 }
 
+std::string DescribeShards(const ModelTensor& tensor) {
+  std::string text = absl::StrCat(
+      tensor.names.front(), " (",
+      DescribeTensor(tensor.tensor.scalar_type(), tensor.GlobalShape()));
+  if (const StateLayout* layout = tensor.layout; layout != nullptr) {
+    absl::StrAppend(&text, ", ", layout->layout.mesh->ToString(), " ",
+                    layout->layout.ToString(), " ",
+                    absl::StrJoin(layout->parts, "+"));
+  }
+  return absl::StrCat(text, ")");
+}
+
 }  // namespace trainer_lora::distributed::internal

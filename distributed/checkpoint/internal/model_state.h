@@ -43,6 +43,10 @@ absl::Status CheckLayouts(const std::vector<ModelTensor>& tensors,
 // Such as "BF16 [4, 8]".
 std::string DescribeTensor(at::ScalarType dtype, at::IntArrayRef shape);
 
+// What the ranks must know alike to move `tensor` between them: its first name,
+// type, global shape and layout.
+std::string DescribeShards(const ModelTensor& tensor);
+
 }  // namespace trainer_lora::distributed::internal
 
 #endif  // TRAINER_LORA_DISTRIBUTED_CHECKPOINT_INTERNAL_MODEL_STATE_H_

@@ -3,10 +3,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <functional>
 #include <mutex>
-#include <new>
 #include <optional>
 #include <string>
 #include <thread>
@@ -16,7 +14,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "c10/core/GradMode.h"
-#include "c10/util/Exception.h"
+#include "config/internal/status_macros.h"
+#include "distributed/checkpoint/internal/guarded_step.h"
 #include "distributed/checkpoint/internal/shard_destination.h"
 #include "distributed/checkpoint/load_plan.h"
 #include "distributed/checkpoint/safetensors_checkpoint.h"
@@ -94,8 +93,7 @@ absl::Status ExecuteTask(const SafetensorsCheckpoint& checkpoint,
   const int64_t source_end =
       copy.SourceBegin(task.end - 1) + task.first + task.count;
   bytes_read = (source_end - source_begin) * element_size;
-  const bool is_one_run = task.end == task.begin + 1;
-  if (is_one_run) {
+  if (task.end == task.begin + 1) {
     const int64_t local_begin = copy.LocalBegin(task.begin) + task.first;
     if (char* direct = destination.DirectPointer(dtype, local_begin);
         direct != nullptr) {
@@ -104,12 +102,8 @@ absl::Status ExecuteTask(const SafetensorsCheckpoint& checkpoint,
     }
   }
   if (buffer.size() < bytes_read) buffer.resize(bytes_read);
-  if (absl::Status status =
-          file.Read(*source.info, source_begin * element_size,
-                    absl::MakeSpan(buffer.data(), bytes_read));
-      !status.ok()) {
-    return status;
-  }
+  LORA_RETURN_IF_ERROR(file.Read(*source.info, source_begin * element_size,
+                                 absl::MakeSpan(buffer.data(), bytes_read)));
   for (int64_t run = task.begin; run < task.end; ++run) {
     const int64_t offset = copy.SourceBegin(run) + task.first - source_begin;
     destination.Write(dtype, buffer.data() + offset * element_size,
@@ -131,19 +125,6 @@ class FirstError {
   std::mutex mutex_;
   absl::Status status_;
 };
-
-// Calls `function`, whose exceptions become its status.
-absl::Status CatchAll(const std::function<absl::Status()>& function) {
-  try {
-    return function();
-  } catch (const c10::Error& error) {
-    return absl::InternalError(error.what_without_backtrace());
-  } catch (const std::bad_alloc&) {
-    return absl::ResourceExhaustedError("out of memory");
-  } catch (const std::exception& error) {
-    return absl::InternalError(error.what());
-  }
-}
 
 }  // namespace
 
@@ -170,7 +151,8 @@ absl::Status ReadShards(const SafetensorsCheckpoint& checkpoint,
     return absl::OkStatus();
   };
   const auto run = [&](const std::function<absl::Status()>& function) {
-    const absl::Status status = CatchAll(function);
+    const absl::Status status =
+        GuardedStep(absl::StrCat("loading ", checkpoint.path()), function);
     if (status.ok()) return;
     error.Update(status);
     queue.Stop();

@@ -1,0 +1,26 @@
+// Steps whose exceptions are statuses, and that all ranks end alike.
+#ifndef TRAINER_LORA_DISTRIBUTED_CHECKPOINT_INTERNAL_GUARDED_STEP_H_
+#define TRAINER_LORA_DISTRIBUTED_CHECKPOINT_INTERNAL_GUARDED_STEP_H_
+
+#include <functional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "distributed/device_mesh.h"
+
+namespace trainer_lora::distributed::internal {
+
+// Calls `step`. An exception becomes kInternal, or kResourceExhausted where
+// memory ran out, with `context` before its message.
+absl::Status GuardedStep(const std::string& context,
+                         const std::function<absl::Status()>& step);
+
+// The same and, unless `mesh` is null, collective over it: all ranks return the
+// error of the first that has one. `what` names the step where a peer is lost.
+absl::Status AgreedStep(const DeviceMesh* mesh, const std::string& what,
+                        const std::string& context,
+                        const std::function<absl::Status()>& step);
+
+}  // namespace trainer_lora::distributed::internal
+
+#endif  // TRAINER_LORA_DISTRIBUTED_CHECKPOINT_INTERNAL_GUARDED_STEP_H_
