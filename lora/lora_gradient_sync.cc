@@ -1,5 +1,6 @@
 #include "lora/lora_gradient_sync.h"
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -27,6 +28,26 @@ std::vector<NamedLoraLayer> AdaptedLayers(const torch::nn::Module& model) {
   return adapted;
 }
 
+// Calls `visit` with the full name of each parameter of each adapter.
+void ForEachAdapterParameter(
+    const std::vector<NamedLoraLayer>& layers,
+    const std::function<void(const std::string& name, const LoraLayer& layer,
+                             const AdapterParameter& item)>& visit) {
+  for (const auto& [name, layer] : layers) {
+    for (const std::string& adapter : layer->adapter_names()) {
+      for (const AdapterParameter& item : layer->AdapterParameters(adapter)) {
+        visit(absl::StrCat(name, ".", item.name), *layer, item);
+      }
+    }
+  }
+}
+
+// Whether the layer itself says where the parameter lies.
+bool IsSplit(const LoraLayer& layer, const AdapterParameter& item) {
+  const std::string name = item.name.substr(item.name.rfind('.') + 1);
+  return layer.LayoutOf(name, /*rank=*/1).has_value();
+}
+
 }  // namespace
 
 absl::Status ReplicateLoraParameters(torch::nn::Module& model,
@@ -38,36 +59,33 @@ absl::Status ReplicateLoraParameters(torch::nn::Module& model,
   const ParameterLayout layout = ParameterLayout::Replicated(mesh);
   const std::vector<NamedLoraLayer> layers = AdaptedLayers(model);
   std::vector<DistributedParameter> parameters;
-  for (const auto& [name, layer] : layers) {
-    parameters.push_back(
-        {absl::StrCat(name, ".lora_A"), layer->lora_A(), layout});
-    parameters.push_back(
-        {absl::StrCat(name, ".lora_B"), layer->lora_B(), layout});
-  }
+  ForEachAdapterParameter(
+      layers, [&](const std::string& name, const LoraLayer& layer,
+                  const AdapterParameter& item) {
+        if (!IsSplit(layer, item)) {
+          parameters.push_back({name, item.parameter, layout});
+        }
+      });
   // Joined by a rank without adapters too, so that the others learn of it.
   LORA_RETURN_IF_ERROR(distributed::BroadcastParameters(*mesh, parameters));
   if (layers.empty()) {
     return absl::InvalidArgumentError(
         "the model has no LoRA adapter: call EnableLoraTraining first");
   }
-  for (const auto& item : layers) item.layer->set_lora_layouts(layout, layout);
+  for (const auto& item : layers) item.layer->set_replicated_layout(layout);
   return absl::OkStatus();
 }
 
 std::vector<DistributedParameter> LoraParameters(const torch::nn::Module& model,
                                                  absl::string_view prefix) {
   std::vector<DistributedParameter> parameters;
-  const auto add = [&](std::string name, at::Tensor parameter,
-                       const std::optional<ParameterLayout>& layout) {
-    if (!layout.has_value()) return;
-    parameters.push_back({std::move(name), std::move(parameter), *layout});
-  };
-  for (const auto& [name, layer] : AdaptedLayers(model)) {
-    add(absl::StrCat(prefix, name, ".lora_A"), layer->lora_A(),
-        layer->lora_A_layout());
-    add(absl::StrCat(prefix, name, ".lora_B"), layer->lora_B(),
-        layer->lora_B_layout());
-  }
+  ForEachAdapterParameter(
+      AdaptedLayers(model), [&](const std::string& name, const LoraLayer&,
+                                const AdapterParameter& item) {
+        if (!item.layout.has_value()) return;
+        parameters.push_back(
+            {absl::StrCat(prefix, name), item.parameter, *item.layout});
+      });
   return parameters;
 }
 

@@ -124,15 +124,31 @@ class PatternTable {
   std::vector<Entry> entries_;
 };
 
-absl::Status CheckNoneAdapted(const std::vector<LayerInModel>& layers) {
+absl::Status CheckCanAdopt(const std::vector<LayerInModel>& layers,
+                           const std::string& adapter_name) {
   std::vector<std::string> adapted;
+  std::vector<std::string> merged;
   for (const LayerInModel& item : layers) {
-    if (item.layer->is_adapted()) adapted.push_back(item.names.front());
+    if (item.layer->HasAdapter(adapter_name)) {
+      adapted.push_back(item.names.front());
+    }
+    if (item.layer->is_merged()) merged.push_back(item.names.front());
   }
-  if (adapted.empty()) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrCat("LoRA training is enabled already, with adapters on ",
-                   SomeOf(adapted), "; enable all targets in one call"));
+  if (!adapted.empty()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "LoRA training is enabled already, with adapters ",
+        adapter_name == kDefaultAdapter
+            ? ""
+            : absl::StrCat("of the name '", adapter_name, "' "),
+        "on ", SomeOf(adapted),
+        "; enable all targets in one call, or give another adapter a name of "
+        "its own"));
+  }
+  if (!merged.empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(SomeOf(merged), ": merged; call UnmergeAdapters first"));
+  }
+  return absl::OkStatus();
 }
 
 std::string AdviceOnStockLinear(const std::vector<std::string>& names) {
@@ -218,7 +234,8 @@ std::vector<LayerInModel> FindLoraLayers(const torch::nn::Module& model) {
 
 absl::StatusOr<LayerSelection> SelectLayers(
     const torch::nn::Module& model, const config::LoraConfig& config,
-    const std::vector<std::string>& architecture_exclusions) {
+    const std::vector<std::string>& architecture_exclusions,
+    const std::string& adapter_name) {
   LORA_ASSIGN_OR_RETURN(const TargetMatcher matcher,
                         TargetMatcher::Create(config, architecture_exclusions));
   LORA_ASSIGN_OR_RETURN(auto ranks, PatternTable<int64_t>::Create(
@@ -228,7 +245,7 @@ absl::StatusOr<LayerSelection> SelectLayers(
                                          "alpha_pattern", config.alpha_pattern,
                                          config.target_matching));
   const ModuleTree tree = Walk(model);
-  LORA_RETURN_IF_ERROR(CheckNoneAdapted(tree.lora_layers));
+  LORA_RETURN_IF_ERROR(CheckCanAdopt(tree.lora_layers, adapter_name));
 
   LayerSelection selection;
   Chooser chooser(matcher);

@@ -191,7 +191,7 @@ TEST(EnableLoraTrainingTest, AlphaDefaultsToTheRankAndAFractionIsKept) {
     config::LoraConfig config = Config();
     config.alpha = alpha;
     ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
-    EXPECT_EQ(LoraLayers(model)[0].layer->lora_alpha(), expected);
+    EXPECT_EQ(LoraLayers(model)[0].layer->adapter().options.alpha, expected);
   }
 }
 
@@ -301,8 +301,8 @@ TEST(EnableLoraTrainingTest, PatternsGiveLayersTheirOwnRankAndAlpha) {
   const double alphas[] = {6, 6, 0.5, 0.5};
   ASSERT_EQ(layers.size(), 4);
   for (size_t i = 0; i < layers.size(); ++i) {
-    EXPECT_EQ(layers[i].layer->lora_rank(), ranks[i]) << layers[i].name;
-    EXPECT_EQ(layers[i].layer->lora_alpha(), alphas[i]) << layers[i].name;
+    EXPECT_EQ(layers[i].layer->adapter().options.rank, ranks[i]) << layers[i].name;
+    EXPECT_EQ(layers[i].layer->adapter().options.alpha, alphas[i]) << layers[i].name;
     EXPECT_EQ(layers[i].layer->lora_A().size(0), ranks[i]);
     EXPECT_EQ(layers[i].layer->lora_B().size(1), ranks[i]);
   }
@@ -313,8 +313,8 @@ TEST(EnableLoraTrainingTest, AlphaDefaultsToTheLayersOwnRank) {
   config::LoraConfig config = Config();
   config.rank_pattern = {{"blocks.0", 4}};
   ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
-  EXPECT_EQ(LoraLayers(model)[0].layer->lora_alpha(), 4);
-  EXPECT_EQ(LoraLayers(model)[2].layer->lora_alpha(), 2);
+  EXPECT_EQ(LoraLayers(model)[0].layer->adapter().options.alpha, 4);
+  EXPECT_EQ(LoraLayers(model)[2].layer->adapter().options.alpha, 2);
 }
 
 TEST(EnableLoraTrainingTest, AdapterDtypeIsAnOption) {
