@@ -265,7 +265,9 @@ void FillLoraA(const LoraInitialization& initialization, const Stream& stream,
   const int64_t rank = shape[0];
   const int64_t in_features = shape[1];
   switch (initialization.kind) {
-    case config::AdapterInitialization::kDefault: {
+    case config::AdapterInitialization::kDefault:
+    case config::AdapterInitialization::kPissa:
+    case config::AdapterInitialization::kOlora: {
       const double bound = 1 / std::sqrt(static_cast<double>(in_features));
       const UniformValues<Compute> values_of = {
           static_cast<Compute>(std::ldexp(bound, -24))};

@@ -27,8 +27,10 @@
 // in float64, where z is the inverse of the normal distribution function by
 // algorithm AS 241 (Wichura, 1988), and 1 / rank the standard deviation that
 // PEFT uses. The value is then rounded to the parameter's type (for float64
-// nothing is computed in or rounded to float32). lora_B is zero. Philox: Salmon
-// et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011; as ATen has it.
+// nothing is computed in or rounded to float32). lora_B is zero. The kinds that
+// start from the base layer's weight, pissa and olora, have the default values
+// here, where there is no weight. Philox: Salmon et al., "Parallel Random
+// Numbers: As Easy as 1, 2, 3", 2011; as ATen has it.
 #ifndef TRAINER_LORA_LORA_PARAMETER_INITIALIZER_H_
 #define TRAINER_LORA_LORA_PARAMETER_INITIALIZER_H_
 
