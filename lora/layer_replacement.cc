@@ -109,8 +109,8 @@ absl::StatusOr<LoraAdapter> MakeAdapter(const SelectedLayer& selected,
   options.alpha = selected.alpha;
   options.dropout = config.dropout;
   options.dtype = DtypeOf(config.adapter_dtype);
-  // TODO options.use_rslora = config.use_rslora;
-  // TODO options.use_dora = config.use_dora;
+  options.use_rslora = config.use_rslora;
+  options.use_dora = config.use_dora;
   absl::StatusOr<LoraAdapter> adapter = selected.layer->EmptyAdapter(options);
   if (!adapter.ok()) {
     return absl::Status(adapter.status().code(),
@@ -232,7 +232,7 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
   training.missing_parameter_initializer = MakeLoraParameterInitializer(
       initialization,
       AdapterParameterNames(selection.layers, options.adapter_name,
-                            /*TODO*/ false));
+                            config.use_dora));
 
   // Nothing fails from here on.
   for (const std::string& warning : selection.warnings) Log().Warning(warning);

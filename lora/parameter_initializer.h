@@ -30,8 +30,10 @@
 // nothing is computed in or rounded to float32). lora_B is zero. So is the
 // lora_embedding_A of an embedding, whose lora_embedding_B is of the gaussian
 // kind, with the standard deviation 1, as in PEFT. A lora_magnitude is zero
-// until it gets its start from the base weight. Philox: Salmon et al.,
-// "Parallel Random Numbers: As Easy as 1, 2, 3", 2011; as ATen has it.
+// until it gets its start from the base weight. The kinds that start from the
+// base weight, pissa and olora, have the default values here, where there is no
+// weight. Philox: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
+// 2011; as ATen has it.
 #ifndef TRAINER_LORA_LORA_PARAMETER_INITIALIZER_H_
 #define TRAINER_LORA_LORA_PARAMETER_INITIALIZER_H_
 

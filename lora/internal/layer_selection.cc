@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <utility>
 
@@ -27,6 +28,14 @@ std::string SomeOf(const std::vector<std::string>& names) {
     absl::StrAppend(&list, " and ", names.size() - shown, " more");
   }
   return list;
+}
+
+std::vector<std::string> Texts(const std::vector<config::LayerRange>& ranges) {
+  std::vector<std::string> texts;
+  for (const config::LayerRange& range : ranges) {
+    texts.push_back(ToString(range));
+  }
+  return texts;
 }
 
 // The modules below a model.
@@ -169,6 +178,10 @@ class Chooser {
     for (const std::string& name : names) {
       if (matcher_.IsExcluded(name)) return false;
     }
+    const auto is_in_layers = [&](const std::string& name) {
+      return matcher_.IsInLayers(name);
+    };
+    if (std::none_of(names.begin(), names.end(), is_in_layers)) return false;
     bool selects = false;
     for (const std::string& name : names) {
       for (const size_t target : matcher_.MatchingTargets(name)) {
@@ -197,7 +210,8 @@ std::vector<std::string> SelectedStockLinears(const ModuleTree& tree,
                                               const TargetMatcher& matcher) {
   std::vector<std::string> names;
   for (const std::string& name : tree.stock_linear_names) {
-    if (!matcher.IsExcluded(name) && !matcher.MatchingTargets(name).empty()) {
+    if (!matcher.IsExcluded(name) && matcher.IsInLayers(name) &&
+        !matcher.MatchingTargets(name).empty()) {
       names.push_back(name);
     }
   }
@@ -224,6 +238,51 @@ std::vector<std::string> ExclusionsWithoutEffect(const ModuleTree& tree,
     }
   }
   return without_effect;
+}
+
+// " in the layers 0, 8-11", where the configuration limits them.
+std::string InLayers(const TargetMatcher& matcher) {
+  if (matcher.layer_ranges().empty()) return "";
+  return absl::StrCat(" in the layers ", SomeOf(Texts(matcher.layer_ranges())));
+}
+
+// Ranges and lists of layers that no selected layer is in.
+std::vector<std::string> WarnOfLayersWithoutEffect(
+    const std::vector<SelectedLayer>& selected, const TargetMatcher& matcher) {
+  if (matcher.layer_ranges().empty()) return {};
+  std::vector<std::string> names;
+  for (const SelectedLayer& item : selected) {
+    names.insert(names.end(), item.names.begin(), item.names.end());
+  }
+  std::set<int64_t> indices;
+  for (const std::string& name : names) {
+    if (const auto index = matcher.LayerIndex(name)) indices.insert(*index);
+  }
+
+  std::vector<std::string> ranges;
+  for (const config::LayerRange& range : matcher.layer_ranges()) {
+    const auto inside = indices.lower_bound(range.first);
+    if (inside == indices.end() || *inside > range.last) {
+      ranges.push_back(ToString(range));
+    }
+  }
+  std::vector<std::string> warnings;
+  if (!ranges.empty()) {
+    warnings.push_back(
+        absl::StrCat("layers_to_transform ", SomeOf(ranges),
+                     " selects no layer that can take an adapter"));
+  }
+  for (const config::NamePattern& list : matcher.layer_lists()) {
+    const auto has_index = [&](const std::string& name) {
+      return LayerIndexAfter(list, name).has_value();
+    };
+    if (std::none_of(names.begin(), names.end(), has_index)) {
+      warnings.push_back(
+          absl::StrCat("layers_pattern '", list.text(),
+                       "' selects no layer that can take an adapter"));
+    }
+  }
+  return warnings;
 }
 
 }  // namespace
@@ -262,7 +321,7 @@ absl::StatusOr<LayerSelection> SelectLayers(
   if (selection.layers.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
         "no layer that can take a LoRA adapter was found for the targets [",
-        absl::StrJoin(matcher.targets(), ", "), "]",
+        absl::StrJoin(matcher.targets(), ", "), "]", InLayers(matcher),
         stock.empty() ? std::string()
                       : absl::StrCat("; ", AdviceOnStockLinear(stock))));
   }
@@ -272,10 +331,14 @@ absl::StatusOr<LayerSelection> SelectLayers(
   if (!stock.empty()) selection.warnings.push_back(AdviceOnStockLinear(stock));
   if (config.target_modules && !config.target_modules->empty()) {
     for (const std::string& target : chooser.TargetsWithoutChoice()) {
-      selection.warnings.push_back(
-          absl::StrCat("the LoRA target '", target,
-                       "' selects no layer that can take an adapter"));
+      selection.warnings.push_back(absl::StrCat(
+          "the LoRA target '", target,
+          "' selects no layer that can take an adapter", InLayers(matcher)));
     }
+  }
+  for (std::string& warning :
+       WarnOfLayersWithoutEffect(selection.layers, matcher)) {
+    selection.warnings.push_back(std::move(warning));
   }
   for (const std::string& exclusion : ExclusionsWithoutEffect(tree, matcher)) {
     selection.warnings.push_back(absl::StrCat("the LoRA exclusion '", exclusion,
