@@ -212,6 +212,8 @@ class RowParallelLinearImpl : public CloneableLoraLayer<RowParallelLinearImpl> {
                                                    int64_t rank) const override;
 
  protected:
+  // It is added after the sum over ranks, and adapters before.
+  at::Tensor BaseOutputBias() const override { return at::Tensor(); }
   at::Tensor SumOverInputRanks(const at::Tensor& values) const override;
 
  private:

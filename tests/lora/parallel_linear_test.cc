@@ -191,18 +191,31 @@ Case Row(std::string name, const RowParallelLinearOptions& options) {
           /*splits_output=*/false};
 }
 
+// How a layer is adapted.
+struct Variant {
+  bool use_dora = false;
+  double weight = 1;  // Of the active adapter.
+};
+
 // The tensors of a whole layer, by the names of LoraLayer::LayoutOf().
 struct WholeLayer {
-  explicit WholeLayer(const Case& test)
+  explicit WholeLayer(const Case& test, const Variant& variant = {})
       : weight(Leaf(Example({test.out_features, test.in_features}, 1))),
         bias(test.bias ? Leaf(Example({test.out_features}, 2)) : at::Tensor()),
         lora_A(Leaf(Example({kLoraRank, test.in_features}, 3))),
-        lora_B(Leaf(Example({test.out_features, kLoraRank}, 4))) {}
+        lora_B(Leaf(Example({test.out_features, kLoraRank}, 4))),
+        lora_magnitude(Leaf(Example({test.out_features}, 5) + 2)),
+        variant(variant) {}
 
   at::Tensor operator()(const at::Tensor& input) const {
-    const at::Tensor output =
-        at::matmul(input, weight.t()) +
-        kScale * at::matmul(at::matmul(input, lora_A.t()), lora_B.t());
+    const at::Tensor base = at::matmul(input, weight.t());
+    at::Tensor adapted_weight = weight + kScale * at::matmul(lora_B, lora_A);
+    if (variant.use_dora) {
+      const at::Tensor norms = adapted_weight.detach().square().sum(1).sqrt();
+      adapted_weight = adapted_weight * (lora_magnitude / norms).unsqueeze(1);
+    }
+    const at::Tensor adapted = at::matmul(input, adapted_weight.t());
+    const at::Tensor output = base + variant.weight * (adapted - base);
     return bias.defined() ? output + bias : output;
   }
 
@@ -210,6 +223,8 @@ struct WholeLayer {
   at::Tensor bias;
   at::Tensor lora_A;
   at::Tensor lora_B;
+  at::Tensor lora_magnitude;
+  Variant variant;
 };
 
 // Gives `layer` the values that rank `rank` of `size` has of `whole`.
@@ -228,19 +243,31 @@ void SetValues(const Case& test, const WholeLayer& whole, int64_t size,
   LoraAdapterOptions options;
   options.rank = kLoraRank;
   options.alpha = kAlpha;
+  options.use_dora = whole.variant.use_dora;
   auto adapter = layer.EmptyAdapter(options);
   ASSERT_THAT(adapter, IsOk());
   adapter->lora_A.copy_(whole.lora_A.index_select(1, inputs));
   adapter->lora_B.copy_(whole.lora_B.index_select(0, outputs));
+  if (options.use_dora) {
+    adapter->lora_magnitude.copy_(
+        whole.lora_magnitude.index_select(0, outputs));
+  }
   const at::AutoGradMode grad(true);
   ASSERT_THAT(layer.AdoptAdapter(*adapter), IsOk());
+  ASSERT_THAT(
+      layer.SetActiveAdapters({{kDefaultAdapter, whole.variant.weight}}),
+      IsOk());
 }
 
 void ExpectClose(const at::Tensor& actual, const at::Tensor& expected,
                  const std::string& what) {
   ASSERT_TRUE(actual.defined()) << what;
   ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
-  EXPECT_TRUE(at::allclose(actual, expected, /*rtol=*/1e-12, /*atol=*/1e-12))
+  if (expected.numel() == 0) return;
+  // An element may be the small difference of large ones.
+  const double tolerance =
+      1e-12 * std::max(1.0, expected.abs().max().item<double>());
+  EXPECT_TRUE(at::allclose(actual, expected, /*rtol=*/0, tolerance))
       << what << "\n"
       << actual << "\nexpected\n"
       << expected;
@@ -276,14 +303,12 @@ at::Tensor LossOf(const Case& test, const at::Tensor& output, int64_t data,
   return (output * output * Example(output.sizes(), seed)).sum();
 }
 
-class ParallelLayerTest : public ::testing::TestWithParam<Case> {};
-
-TEST_P(ParallelLayerTest, OutputsAndGradientsAreThoseOfOneProcess) {
-  const Case& test = GetParam();
+// Compares outputs and all gradients, after their synchronization.
+void ExpectThoseOfOneProcess(const Case& test, const Variant& variant) {
   ForEachMesh([&](const MeshPtr& mesh, int64_t data, int64_t rank) {
     const int64_t size = mesh->size(1);
     // One process has every rank's loss, averaged over data.
-    const WholeLayer whole(test);
+    const WholeLayer whole(test, variant);
     at::Tensor expected_output;
     at::Tensor expected_input_gradient;
     for (int64_t d = 0; d < mesh->size(0); ++d) {
@@ -328,11 +353,16 @@ TEST_P(ParallelLayerTest, OutputsAndGradientsAreThoseOfOneProcess) {
 
     LORA_ASSERT_OK_AND_ASSIGN(const int64_t synchronized,
                               SyncReplicatedLoraGradients(*built.model));
-    EXPECT_EQ(synchronized, 2);
+    EXPECT_EQ(synchronized, variant.use_dora ? 3 : 2);
     ExpectClose(built.layer->lora_A().grad(),
                 whole.lora_A.grad().index_select(1, inputs), "lora_A");
     ExpectClose(built.layer->lora_B().grad(),
                 whole.lora_B.grad().index_select(0, outputs), "lora_B");
+    if (variant.use_dora) {
+      ExpectClose(built.layer->adapter().lora_magnitude.grad(),
+                  whole.lora_magnitude.grad().index_select(0, outputs),
+                  "lora_magnitude");
+    }
 
     // Weight and bias, for those who train them too.
     std::vector<distributed::DistributedParameter> base = {
@@ -352,6 +382,19 @@ TEST_P(ParallelLayerTest, OutputsAndGradientsAreThoseOfOneProcess) {
                   whole.bias.grad().index_select(0, outputs), "bias");
     }
   });
+}
+
+class ParallelLayerTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(ParallelLayerTest, OutputsAndGradientsAreThoseOfOneProcess) {
+  ExpectThoseOfOneProcess(GetParam(), {});
+}
+
+TEST_P(ParallelLayerTest, SoAreThoseOfDora) {
+  for (const double weight : {1.0, 0.5}) {
+    SCOPED_TRACE(weight);
+    ExpectThoseOfOneProcess(GetParam(), {/*use_dora=*/true, weight});
+  }
 }
 
 TEST_P(ParallelLayerTest, AdaptersMakeNoCollectiveInForwardAndBackward) {
