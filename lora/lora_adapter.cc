@@ -547,7 +547,7 @@ at::Tensor LoraLayer::AddDora(const at::Tensor& output,
   at::Tensor base = base_output;
   if (dropout > 0) {
     base = BaseWithoutBias(adapter_input);
-  } else if (const at::Tensor bias = state("bias"); bias.defined()) {
+  } else if (const at::Tensor bias = BaseOutputBias(); bias.defined()) {
     base = base_output - AlongOutput(bias);
   }
   const at::Tensor adapted = AddProduct(base, adapter_input, adapter,

@@ -297,6 +297,9 @@ class LoraLayer : public torch::nn::Module {
                                 double dropout) const;
   // The base layer on `input`, without its bias.
   virtual at::Tensor BaseWithoutBias(const at::Tensor& input) const;
+  // The bias that is part of the `base_output` of AddAdapter(), undefined for
+  // none: by default the state `bias`. DoRA scales the output without it.
+  virtual at::Tensor BaseOutputBias() const { return state("bias"); }
   // A view of `values`, one an output feature, that can be broadcast against
   // the layer's output.
   virtual at::Tensor AlongOutput(const at::Tensor& values) const;
