@@ -53,11 +53,8 @@ struct Adapters {
 
 // A view of a parameter as PEFT has it. Factors are modules of their own there,
 // but for those of embeddings.
-FileTensor ToFile(const std::string& layer_name,
-                  const AdapterParameter& parameter,
-                  const LoraAdapter& adapter) {
-  std::string name = parameter.name.substr(parameter.name.rfind('.') + 1);
-  at::Tensor tensor = parameter.parameter;
+FileTensor ToFile(const std::string& layer_name, std::string name,
+                  at::Tensor tensor, const LoraAdapter& adapter) {
   if (name == "lora_magnitude") {
     name = "lora_magnitude_vector";
     // That of a convolution can be broadcast against its output.
@@ -67,15 +64,43 @@ FileTensor ToFile(const std::string& layer_name,
   } else if (name == "lora_A" || name == "lora_B") {
     name += ".weight";
   }
-  return {absl::StrCat("base_model.model.", layer_name, ".", name), tensor};
+  return {absl::StrCat("base_model.model.", layer_name, ".", name),
+          std::move(tensor)};
 }
 
+const char* BiasName(config::BiasTraining bias) {
+  switch (bias) {
+    case config::BiasTraining::kNone:
+      return "none";
+    case config::BiasTraining::kLoraOnly:
+      return "lora_only";
+    case config::BiasTraining::kAll:
+      return "all";
+  }
+  return "none";
+}
+
+// An adapter that starts from its base weight, as one for the original weight:
+// s (B A - B0 A0) has twice the rank, and alpha so that s is the same.
+LoraAdapter ForOriginalWeight(LoraAdapter adapter, const LoraAdapter& initial) {
+  const auto cat = [](const at::Tensor& a, const at::Tensor& b, int64_t dim) {
+    return at::cat({a.detach().to(at::kCPU), b}, dim);
+  };
+  adapter.lora_A = cat(adapter.lora_A, initial.lora_A, 0);
+  adapter.lora_B = cat(adapter.lora_B, -initial.lora_B, 1);
+  adapter.options.rank *= 2;
+  adapter.options.alpha *= adapter.options.use_rslora ? std::sqrt(2.0) : 2.0;
+  return adapter;
+}
+
+enum class Purpose { kSave, kLoad };
+
 absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model,
-                                         const std::string& adapter_name) {
+                                         const std::string& adapter_name,
+                                         Purpose purpose) {
   Adapters adapters;
   for (const auto& [name, layer] : LoraLayers(model)) {
     if (!layer->HasAdapter(adapter_name)) continue;
-    const LoraAdapter adapter = layer->adapter(adapter_name);
     for (const AdapterParameter& item :
          layer->AdapterParameters(adapter_name)) {
       if (!item.parameter.defined() || item.parameter.is_meta()) {
@@ -84,8 +109,28 @@ absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model,
                          " has no values yet: load the base "
                          "weights first"));
       }
-      adapters.tensors.push_back(ToFile(name, item, adapter));
     }
+    LoraAdapter adapter = layer->adapter(adapter_name);
+    const LoraAdapter initial = layer->InitialFactors(adapter_name);
+    if (initial.lora_A.defined()) {
+      if (purpose == Purpose::kLoad) {
+        return absl::FailedPreconditionError(absl::StrCat(
+            name,
+            " has started from its base weight, by PiSSA or OLoRA, and a file "
+            "is for the original one: load it into a model that was enabled "
+            "with the default initialization and the rank of the file"));
+      }
+      adapter = ForOriginalWeight(std::move(adapter), initial);
+    }
+    const LoraLayer::FactorNames names = layer->factor_names();
+    const auto add = [&, &layer_name = name](const char* parameter_name,
+                                             const at::Tensor& tensor) {
+      adapters.tensors.push_back(
+          ToFile(layer_name, parameter_name, tensor, adapter));
+    };
+    add(names.lora_A, adapter.lora_A);
+    add(names.lora_B, adapter.lora_B);
+    if (adapter.options.use_dora) add("lora_magnitude", adapter.lora_magnitude);
     adapters.layers.push_back({name, adapter.options});
   }
   if (adapters.layers.empty()) {
@@ -107,6 +152,10 @@ absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model,
         adapters.layers.front().layer_name,
         ", which one file can't say: use_dora and use_rslora must be the same "
         "for all"));
+  }
+  for (const NamedParameter& bias : TrainedBiases(model, adapter_name)) {
+    adapters.tensors.push_back(
+        {"base_model.model." + bias.name, bias.parameter});
   }
   return adapters;
 }
@@ -162,7 +211,7 @@ std::string ConfigText(const Adapters& adapters,
   config["lora_alpha"] = NumberOf(first.options.alpha);
   config["target_modules"] = ExactTargetPattern(adapters.layers);
   config["lora_dropout"] = first.options.dropout;
-  config["bias"] = "none";
+  config["bias"] = BiasName(first.options.bias);
   config["fan_in_fan_out"] = false;
   config["init_lora_weights"] = true;
   config["modules_to_save"] = nullptr;
@@ -356,8 +405,9 @@ absl::StatusOr<std::vector<at::Tensor>> ReadTensors(
 absl::Status SaveAdapter(const torch::nn::Module& model,
                          const std::string& folder,
                          const SaveAdapterOptions& options) {
-  LORA_ASSIGN_OR_RETURN(const Adapters adapters,
-                        CollectAdapters(model, options.adapter_name));
+  LORA_ASSIGN_OR_RETURN(
+      const Adapters adapters,
+      CollectAdapters(model, options.adapter_name, Purpose::kSave));
   LORA_ASSIGN_OR_RETURN(distributed::internal::NewFolder new_folder,
                         distributed::internal::NewFolder::Create(folder));
   LORA_RETURN_IF_ERROR(WriteTensors(adapters, new_folder.PathOf(kTensorFile)));
@@ -369,7 +419,7 @@ absl::Status SaveAdapter(const torch::nn::Module& model,
 absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder,
                          const std::string& adapter_name) {
   LORA_ASSIGN_OR_RETURN(const Adapters adapters,
-                        CollectAdapters(model, adapter_name));
+                        CollectAdapters(model, adapter_name, Purpose::kLoad));
   const std::string config_path = absl::StrCat(folder, "/", kConfigFile);
   LORA_ASSIGN_OR_RETURN(const Json config, ReadConfig(config_path));
   LORA_RETURN_IF_ERROR(CheckConfig(config, adapters, config_path));

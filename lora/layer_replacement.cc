@@ -9,6 +9,7 @@
 
 #include "ATen/Functions.h"
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -111,6 +112,8 @@ absl::StatusOr<LoraAdapter> MakeAdapter(const SelectedLayer& selected,
   options.dtype = DtypeOf(config.adapter_dtype);
   options.use_rslora = config.use_rslora;
   options.use_dora = config.use_dora;
+  options.initialization = config.initialization;
+  options.bias = config.bias;
   absl::StatusOr<LoraAdapter> adapter = selected.layer->EmptyAdapter(options);
   if (!adapter.ok()) {
     return absl::Status(adapter.status().code(),
@@ -257,6 +260,7 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
 
 absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model) {
   std::vector<LoraLayer*> layers;
+  std::set<std::string> adapter_names;
   std::vector<at::Tensor> trained;
   for (const auto& [name, layer] : LoraLayers(model)) {
     if (layer->active_adapters().empty()) continue;
@@ -265,6 +269,7 @@ absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model) {
           absl::StrCat(name, " is merged: unmerge it before it is trained"));
     }
     for (const ActiveAdapter& active : layer->active_adapters()) {
+      adapter_names.insert(active.name);
       for (const auto& item : layer->AdapterParameters(active.name)) {
         if (!item.parameter.defined()) {
           return absl::FailedPreconditionError(absl::StrCat(
@@ -287,12 +292,44 @@ absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model) {
   for (LoraLayer* layer : layers) {
     LORA_RETURN_IF_ERROR(layer->InitializeFromBase());
   }
+  for (const std::string& adapter_name : adapter_names) {
+    for (const auto& bias : TrainedBiases(model, adapter_name)) {
+      trained.push_back(bias.parameter);
+    }
+  }
   Freeze(model);
   for (const at::Tensor& parameter : trained) {
     parameter.set_requires_grad(true);
   }
   model.train();
   return static_cast<int64_t>(layers.size());
+}
+
+std::vector<NamedParameter> TrainedBiases(const torch::nn::Module& model,
+                                          absl::string_view adapter_name) {
+  std::vector<NamedParameter> of_layers;
+  bool all = false;
+  for (const auto& [name, layer] : LoraLayers(model)) {
+    if (!layer->HasAdapter(adapter_name)) continue;
+    const config::BiasTraining training =
+        layer->adapter(adapter_name).options.bias;
+    all = all || training == config::BiasTraining::kAll;
+    const at::Tensor bias = layer->state("bias");
+    if (training == config::BiasTraining::kLoraOnly && bias.defined()) {
+      of_layers.push_back({absl::StrCat(name, ".base_layer.bias"), bias});
+    }
+  }
+  if (!all) return of_layers;
+  std::vector<NamedParameter> of_model;
+  std::set<const c10::TensorImpl*> seen;
+  for (const auto& item : model.named_parameters()) {
+    const bool is_bias =
+        item.key() == "bias" || absl::EndsWith(item.key(), ".bias");
+    if (is_bias && seen.insert(item.value().unsafeGetTensorImpl()).second) {
+      of_model.push_back({item.key(), item.value()});
+    }
+  }
+  return of_model;
 }
 
 std::vector<NamedParameter> TrainableParameters(

@@ -27,6 +27,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "config/language_version.h"
 #include "distributed/checkpoint/key_aliases.h"
 #include "distributed/checkpoint/missing_parameter_initializer.h"
@@ -113,16 +114,24 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
     torch::nn::Module& model, const config::LoraConfig& config,
     const LoraTrainingOptions& options = {});
 
-// After loading: freezes every parameter but those of active adapters, which
-// start to require grad, gives DoRA magnitudes that are zero their start from
-// the base weights, and puts the model in train mode. Returns the number of
-// layers with an active adapter. With DoRA on layers that are split over ranks
-// along their input, collective over these. Errors, which leave the model as it
-// was:
+// After loading: freezes every parameter but those of active adapters and the
+// biases that are trained with them, which start to require grad; starts what
+// starts from the base weights (LoraLayer::InitializeFromBase); and puts the
+// model in train mode. Returns the number of layers with an active adapter.
+// With DoRA on layers that are split over ranks along their input, collective
+// over these. Errors, which leave the model as it was, but for kInternal:
 //   kInvalidArgument     no layer of the model has an active adapter
 //   kFailedPrecondition  an adapted layer lacks a parameter or is merged, or a
 //                        parameter is still on the meta device
+//   kInternal            PiSSA could not decompose a weight
 absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model);
+
+// The biases that are trained with an adapter, as its configuration's `bias`
+// says, each once under its first name: those of the layers that have it, or
+// all parameters of the model that are called bias.
+std::vector<NamedParameter> TrainedBiases(
+    const torch::nn::Module& model,
+    absl::string_view adapter_name = kDefaultAdapter);
 
 // The parameters that require grad, each once under its first name, in the
 // model's order: what an optimizer should get. (torch::nn::Module::parameters()

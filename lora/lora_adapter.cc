@@ -9,6 +9,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "c10/core/GradMode.h"
+#include "c10/util/Exception.h"
+#include "config/internal/status_macros.h"
 #include "lora/dora.h"
 #include "lora/lora_matmul.h"
 
@@ -52,6 +54,29 @@ std::string ShapeString(at::IntArrayRef shape) {
 
 // A factor as a matrix.
 at::Tensor AsMatrix(const at::Tensor& factor) { return factor.flatten(1); }
+
+bool StartsFromBase(const LoraAdapterOptions& options) {
+  return options.initialization == config::AdapterInitialization::kPissa ||
+         options.initialization == config::AdapterInitialization::kOlora;
+}
+
+// What LoraLayer::InitializeFromBase() takes out of a weight.
+struct Factors {
+  at::Tensor a;
+  at::Tensor b;
+};
+
+Factors PissaFactors(const at::Tensor& weight, int64_t rank, double scale) {
+  const auto [u, s, vh] = at::linalg_svd(weight, /*full_matrices=*/false);
+  const at::Tensor roots = at::sqrt(s.narrow(0, 0, rank) / scale);
+  return {roots.unsqueeze(1) * vh.narrow(0, 0, rank),
+          u.narrow(1, 0, rank) * roots};
+}
+
+Factors OloraFactors(const at::Tensor& weight, int64_t rank) {
+  const auto [q, r] = at::linalg_qr(weight);
+  return {r.narrow(0, 0, rank), q.narrow(1, 0, rank)};
+}
 
 at::ScalarType MergeType(const at::Tensor& weight) {
   return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -159,6 +184,9 @@ absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
           "which ",
           name(), " does not have: override WeightMatrix(), or exclude it"));
     }
+    if (StartsFromBase(options)) {
+      LORA_RETURN_IF_ERROR(CheckCanDecompose(options.rank));
+    }
     at::TensorOptions tensor_options = adapter_options();
     if (options.dtype) tensor_options = tensor_options.dtype(*options.dtype);
     if (!at::isFloatingType(
@@ -222,7 +250,9 @@ absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter,
       owner.register_parameter(kMagnitude, adapter.lora_magnitude);
     }
   };
-  Slot slot{name, options, nullptr};
+  Slot slot;
+  slot.name = name;
+  slot.options = options;
   if (name != kDefaultAdapter) {
     slot.module = std::make_shared<StateModule>("LoraAdapter");
     register_factors(*slot.module);
@@ -529,21 +559,82 @@ at::Tensor LoraLayer::AddDora(const at::Tensor& output,
 
 // --- What needs the values of the base weight --------------------------------
 
+absl::Status LoraLayer::CheckCanDecompose(int64_t rank) const {
+  const at::Tensor weight = WeightMatrix();
+  if (!weight.defined()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "PiSSA and OLoRA need a base weight of a floating point type, which ",
+        name(), " does not have: override WeightMatrix(), or exclude it"));
+  }
+  if (LayoutOf("weight", rank).has_value()) {
+    return absl::UnimplementedError(absl::StrCat(
+        "PiSSA and OLoRA need the whole weight of ", name(),
+        ", which is split over ranks: choose another initialization"));
+  }
+  const int64_t components = std::min(weight.size(0), weight.size(1));
+  if (rank > components) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "PiSSA and OLoRA find ", components,
+        " components in the weight, fewer than the LoRA rank ", rank));
+  }
+  return absl::OkStatus();
+}
+
+void LoraLayer::Decompose(Slot& slot) {
+  const LoraAdapter adapter = this->adapter(slot.name);
+  const at::Tensor weight = WeightMatrix();
+  const at::Tensor wide = weight.to(MergeType(weight));
+  const double scale = slot.options.Scale();
+  const int64_t rank = slot.options.rank;
+  const Factors factors =
+      slot.options.initialization == config::AdapterInitialization::kPissa
+          ? PissaFactors(wide, rank, scale)
+          : OloraFactors(wide, rank);
+  // As the adapter has them, so that rounding goes into what stays behind.
+  const at::Tensor a =
+      factors.a.to(adapter.lora_A.scalar_type()).view(adapter.lora_A.sizes());
+  const at::Tensor b = factors.b.to(adapter.lora_B.scalar_type())
+                           .reshape(adapter.lora_B.sizes());
+  const at::Tensor residual =
+      at::addmm(wide, AsMatrix(b).to(wide.scalar_type()),
+                AsMatrix(a).to(wide.scalar_type()), /*beta=*/1,
+                /*alpha=*/-scale);
+  slot.initial_A = CopyOf(a, at::kCPU);
+  slot.initial_B = CopyOf(b, at::kCPU);
+  adapter.lora_A.copy_(a);
+  adapter.lora_B.copy_(b);
+  state("weight").copy_(WeightFromMatrix(residual));
+}
+
 absl::Status LoraLayer::InitializeFromBase() {
   const c10::NoGradGuard no_grad;
   try {
-    for (const Slot& slot : slots_) {
-      if (!slot.options.use_dora) continue;
+    for (Slot& slot : slots_) {
       const LoraAdapter adapter = this->adapter(slot.name);
+      if (!slot.options.use_dora && !StartsFromBase(slot.options)) continue;
       CheckUsable(adapter, WeightMatrix());
+      if (StartsFromBase(slot.options) && !adapter.lora_B.any().item<bool>()) {
+        Decompose(slot);
+      }
       // Every rank that holds columns of these rows has the same magnitudes.
-      if (adapter.lora_magnitude.any().item<bool>()) continue;
-      adapter.lora_magnitude.copy_(DoraNorms(adapter));
+      if (slot.options.use_dora && !adapter.lora_magnitude.any().item<bool>()) {
+        adapter.lora_magnitude.copy_(DoraNorms(adapter));
+      }
     }
+  } catch (const c10::LinAlgError& error) {
+    return absl::InternalError(
+        absl::StrCat(DisplayName(), ": ", error.what_without_backtrace()));
   } catch (const c10::Error& error) {
     return absl::FailedPreconditionError(error.what_without_backtrace());
   }
   return absl::OkStatus();
+}
+
+LoraAdapter LoraLayer::InitialFactors(absl::string_view name) const {
+  const Slot* slot = FindSlot(name);
+  TORCH_CHECK(slot != nullptr, DisplayName(), " has no LoRA adapter ",
+              std::string(name));
+  return {slot->options, slot->initial_A, slot->initial_B, at::Tensor()};
 }
 
 at::Tensor LoraLayer::MergedWeightMatrix() const {

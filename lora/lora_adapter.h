@@ -58,6 +58,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "config/language_version.h"
+#include "config/lora_config.h"
 #include "distributed/parameter_layout.h"
 #include "distributed/state_layout.h"
 #include "torch/nn/module.h"
@@ -85,6 +86,13 @@ struct LoraAdapterOptions {
   std::optional<at::ScalarType> dtype;
   bool use_rslora = false;
   bool use_dora = false;
+  // kPissa and kOlora take the start of the factors out of the base weight; see
+  // LoraLayer::InitializeFromBase().
+  config::AdapterInitialization initialization =
+      config::AdapterInitialization::kDefault;
+  // Which biases are trained with the adapter; see TrainedBiases() in
+  // lora/layer_replacement.h.
+  config::BiasTraining bias = config::BiasTraining::kNone;
 };
 
 // The trainable part of an adapted layer, of the shapes that the layer's
@@ -157,9 +165,11 @@ class LoraLayer : public torch::nn::Module {
 
   // Factors as AdoptAdapter() wants them: of this layer's shapes and device
   // (which may be meta), of undefined content. kInvalidArgument unless
-  // `options` are as described there; kFailedPrecondition if there is nothing
-  // to take the dtype from, or for DoRA on a base weight that is of no floating
-  // point type; kResourceExhausted if the memory is not there.
+  // `options` are as described there, and if PiSSA or OLoRA are asked for more
+  // components than the weight has; kFailedPrecondition if there is nothing to
+  // take the dtype from, or if DoRA, PiSSA or OLoRA find no WeightMatrix();
+  // kUnimplemented for the latter two on a layer that is split over ranks;
+  // kResourceExhausted if the memory is not there.
   absl::StatusOr<LoraAdapter> EmptyAdapter(
       const LoraAdapterOptions& options) const;
 
@@ -206,17 +216,38 @@ class LoraLayer : public torch::nn::Module {
       std::optional<distributed::ParameterLayout> layout) {
     replicated_layout_ = std::move(layout);
   }
+  const std::optional<distributed::ParameterLayout>& replicated_layout() const {
+    return replicated_layout_;
+  }
   // The layout of a parameter that LayoutOf() knows or that is replicated.
   std::optional<distributed::ParameterLayout> ParameterLayoutOf(
       absl::string_view name, int64_t rank) const;
 
   // --- What needs the values of the base weight ---
 
-  // Gives the DoRA magnitudes that are zero their start, the norms of the rows
-  // of W + s B A. Where the rows are split over ranks, collective over these.
+  // Starts what the base weight W, a matrix of rows, starts:
+  //
+  //   kPissa     B = U_r sqrt(S_r / s), A = sqrt(S_r / s) V_r^T with the r
+  //              largest singular values of W = U S V^T (Meng et al., "PiSSA:
+  //              Principal Singular Values and Singular Vectors Adaptation of
+  //              Large Language Models", 2024)
+  //   kOlora     B = Q_r, A = R_r, the first r columns and rows of W = Q R
+  //              (Bueyuekakyuez, "OLoRA: Orthonormal Low-Rank Adaptation of
+  //              Large Language Models", 2024)
+  //   magnitude  the norms of the rows of W + s B A
+  //
+  // For the first two W - s B A takes the place of W, computed in float32
+  // (float64 for a float64 weight) and rounded once. What has started, that is
+  // a lora_B or a magnitude that is not zero, stays as it is: a trainer that
+  // has loaded both from its own checkpoint goes on from there. With DoRA on a
+  // layer whose input is split over ranks, collective over these.
   // kFailedPrecondition, with nothing changed, if weight or adapter have no
-  // values.
+  // values; kInternal if a decomposition does not converge.
   absl::Status InitializeFromBase();
+  // What InitializeFromBase() took out of the base weight for this adapter: the
+  // factors that it started with, on the CPU; undefined for other adapters. For
+  // the original weight, an adapter is s (B A - B0 A0).
+  LoraAdapter InitialFactors(absl::string_view name = kDefaultAdapter) const;
 
   // The weight of the base layer as a matrix of out_features rows, and the way
   // back. By default, for a state `weight` of a floating point type, its first
@@ -295,10 +326,16 @@ class LoraLayer : public torch::nn::Module {
     // Where its parameters are registered; null for the default adapter, whose
     // are the layer's own.
     std::shared_ptr<StateModule> module;
+    // Those that were taken out of the base weight, never written to.
+    at::Tensor initial_A;
+    at::Tensor initial_B;
   };
 
   const Slot* FindSlot(absl::string_view name) const;
   at::Tensor SlotParameter(const Slot& slot, const std::string& name) const;
+  absl::Status CheckCanDecompose(int64_t rank) const;
+  // Takes the start of an adapter out of the base weight.
+  void Decompose(Slot& slot);
   // Throws unless `adapter` can compute on `input`.
   void CheckUsable(const LoraAdapter& adapter, const at::Tensor& input) const;
   // Whether there is a share to add; throws where it can't be.
