@@ -162,6 +162,15 @@ at::Tensor LoraLayer::WeightFromMatrix(const at::Tensor& matrix) const {
 
 // --- Adapters ----------------------------------------------------------------
 
+absl::StatusOr<LoraLayer::AdapterShapes> LoraLayer::CheckedShapes(
+    int64_t rank) const {
+  try {
+    return adapter_shapes(rank);
+  } catch (const c10::Error& error) {
+    return absl::InvalidArgumentError(error.what_without_backtrace());
+  }
+}
+
 absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
     const LoraAdapterOptions& options) const {
   if (options.rank <= 0) {
@@ -177,11 +186,13 @@ absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
         absl::StrCat("the LoRA dropout must be at least 0 and below 1, got ",
                      options.dropout));
   }
+  LORA_ASSIGN_OR_RETURN(const AdapterShapes shapes,
+                        CheckedShapes(options.rank));
   try {
     if (options.use_dora && !WeightMatrix().defined()) {
       return absl::FailedPreconditionError(absl::StrCat(
-          "DoRA needs the norms of a base weight of a floating point type, "
-          "which ",
+          "DoRA needs the norms of a base weight that is a matrix of a "
+          "floating point type, which ",
           name(), " does not have: override WeightMatrix(), or exclude it"));
     }
     if (StartsFromBase(options)) {
@@ -197,7 +208,6 @@ absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
           "override adapter_options() of ",
           name()));
     }
-    const AdapterShapes shapes = adapter_shapes(options.rank);
     return LoraAdapter{options, at::empty(shapes.lora_A, tensor_options),
                        at::empty(shapes.lora_B, tensor_options),
                        options.use_dora
@@ -227,7 +237,8 @@ absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter,
         "'"));
   }
   const LoraAdapterOptions& options = adapter.options;
-  const AdapterShapes shapes = adapter_shapes(options.rank);
+  LORA_ASSIGN_OR_RETURN(const AdapterShapes shapes,
+                        CheckedShapes(options.rank));
   if (adapter.lora_A.sizes() != Shape(shapes.lora_A) ||
       adapter.lora_B.sizes() != Shape(shapes.lora_B)) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -462,8 +473,11 @@ bool LoraLayer::UsesAdapters(const at::Tensor& input,
   return !active_.empty();
 }
 
-double LoraLayer::DropoutOf(const LoraAdapter& adapter) const {
-  return is_training() ? adapter.options.dropout : 0;
+double LoraLayer::DropoutOf(const LoraAdapter& adapter,
+                            const at::Tensor& input) const {
+  // Indices have nothing to drop.
+  const bool drops = is_training() && input.is_floating_point();
+  return drops ? adapter.options.dropout : 0;
 }
 
 at::Tensor LoraLayer::LinearWithAdapter(const at::Tensor& input,
@@ -474,7 +488,7 @@ at::Tensor LoraLayer::LinearWithAdapter(const at::Tensor& input,
     return AddAdapter(input, at::linear(input, weight, bias));
   const LoraAdapter adapter = this->adapter(active_[0].name);
   const double scale = adapter.options.Scale();
-  const double dropout = DropoutOf(adapter);
+  const double dropout = DropoutOf(adapter, input);
   LoraMatmulTerm term{weight, bias, adapter.lora_A, adapter.lora_B, scale};
   if (!adapter.options.use_dora) {
     term.scale *= active_[0].weight;
@@ -500,7 +514,7 @@ at::Tensor LoraLayer::AddAdapter(const at::Tensor& input,
                  ? AddDora(output, base_output, input, adapter, active.weight)
                  : AddProduct(output, input, adapter,
                               active.weight * adapter.options.Scale(),
-                              DropoutOf(adapter));
+                              DropoutOf(adapter, input));
   }
   return output;
 }
@@ -541,7 +555,7 @@ at::Tensor LoraLayer::AddDora(const at::Tensor& output,
                               const at::Tensor& base_output,
                               const at::Tensor& input,
                               const LoraAdapter& adapter, double weight) const {
-  const double dropout = DropoutOf(adapter);
+  const double dropout = DropoutOf(adapter, input);
   const at::Tensor adapter_input =
       dropout > 0 ? at::dropout(input, dropout, /*train=*/true) : input;
   at::Tensor base = base_output;
@@ -563,7 +577,8 @@ absl::Status LoraLayer::CheckCanDecompose(int64_t rank) const {
   const at::Tensor weight = WeightMatrix();
   if (!weight.defined()) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "PiSSA and OLoRA need a base weight of a floating point type, which ",
+        "PiSSA and OLoRA need a base weight that is a matrix of a floating "
+        "point type, which ",
         name(), " does not have: override WeightMatrix(), or exclude it"));
   }
   if (LayoutOf("weight", rank).has_value()) {
@@ -591,8 +606,8 @@ void LoraLayer::Decompose(Slot& slot) {
           ? PissaFactors(wide, rank, scale)
           : OloraFactors(wide, rank);
   // As the adapter has them, so that rounding goes into what stays behind.
-  const at::Tensor a =
-      factors.a.to(adapter.lora_A.scalar_type()).view(adapter.lora_A.sizes());
+  const at::Tensor a = factors.a.to(adapter.lora_A.scalar_type())
+                           .reshape(adapter.lora_A.sizes());
   const at::Tensor b = factors.b.to(adapter.lora_B.scalar_type())
                            .reshape(adapter.lora_B.sizes());
   const at::Tensor residual =
@@ -613,9 +628,9 @@ absl::Status LoraLayer::InitializeFromBase() {
       const LoraAdapter adapter = this->adapter(slot.name);
       if (!slot.options.use_dora && !StartsFromBase(slot.options)) continue;
       CheckUsable(adapter, WeightMatrix());
-      if (StartsFromBase(slot.options) && !adapter.lora_B.any().item<bool>()) {
-        Decompose(slot);
-      }
+      const bool has_started = adapter.lora_A.any().item<bool>() &&
+                               adapter.lora_B.any().item<bool>();
+      if (StartsFromBase(slot.options) && !has_started) Decompose(slot);
       // Every rank that holds columns of these rows has the same magnitudes.
       if (slot.options.use_dora && !adapter.lora_magnitude.any().item<bool>()) {
         adapter.lora_magnitude.copy_(DoraNorms(adapter));

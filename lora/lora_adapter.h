@@ -139,6 +139,8 @@ class LoraLayer : public torch::nn::Module {
 
   // The shapes of an adapter's parameters on this rank: by default those of a
   // linear layer, [rank, in_features], [out_features, rank] and [out_features].
+  // Throws c10::Error, which says why, if the layer can't have an adapter of
+  // this LoRA rank.
   struct AdapterShapes {
     std::vector<int64_t> lora_A;
     std::vector<int64_t> lora_B;
@@ -165,11 +167,12 @@ class LoraLayer : public torch::nn::Module {
 
   // Factors as AdoptAdapter() wants them: of this layer's shapes and device
   // (which may be meta), of undefined content. kInvalidArgument unless
-  // `options` are as described there, and if PiSSA or OLoRA are asked for more
-  // components than the weight has; kFailedPrecondition if there is nothing to
-  // take the dtype from, or if DoRA, PiSSA or OLoRA find no WeightMatrix();
-  // kUnimplemented for the latter two on a layer that is split over ranks;
-  // kResourceExhausted if the memory is not there.
+  // `options` are as described there and adapter_shapes() has some for the LoRA
+  // rank, and if PiSSA or OLoRA are asked for more components than the weight
+  // has; kFailedPrecondition if there is nothing to take the dtype from, or if
+  // DoRA, PiSSA or OLoRA find no WeightMatrix(); kUnimplemented for the latter
+  // two on a layer that is split over ranks; kResourceExhausted if the memory
+  // is not there.
   absl::StatusOr<LoraAdapter> EmptyAdapter(
       const LoraAdapterOptions& options) const;
 
@@ -238,9 +241,9 @@ class LoraLayer : public torch::nn::Module {
   //
   // For the first two W - s B A takes the place of W, computed in float32
   // (float64 for a float64 weight) and rounded once. What has started, that is
-  // a lora_B or a magnitude that is not zero, stays as it is: a trainer that
-  // has loaded both from its own checkpoint goes on from there. With DoRA on a
-  // layer whose input is split over ranks, collective over these.
+  // two factors or a magnitude that are not zero, stays as it is: a trainer
+  // that has loaded both from its own checkpoint goes on from there. With DoRA
+  // on a layer whose input is split over ranks, collective over these.
   // kFailedPrecondition, with nothing changed, if weight or adapter have no
   // values; kInternal if a decomposition does not converge.
   absl::Status InitializeFromBase();
@@ -331,6 +334,8 @@ class LoraLayer : public torch::nn::Module {
     at::Tensor initial_B;
   };
 
+  // adapter_shapes(), or kInvalidArgument.
+  absl::StatusOr<AdapterShapes> CheckedShapes(int64_t rank) const;
   const Slot* FindSlot(absl::string_view name) const;
   at::Tensor SlotParameter(const Slot& slot, const std::string& name) const;
   absl::Status CheckCanDecompose(int64_t rank) const;
@@ -341,7 +346,7 @@ class LoraLayer : public torch::nn::Module {
   // Whether there is a share to add; throws where it can't be.
   bool UsesAdapters(const at::Tensor& input,
                     const at::Tensor& base_output) const;
-  double DropoutOf(const LoraAdapter& adapter) const;
+  double DropoutOf(const LoraAdapter& adapter, const at::Tensor& input) const;
   // |W + s B A|, an element an output feature.
   at::Tensor DoraNorms(const LoraAdapter& adapter) const;
   // m / |W + s B A|, an element an output feature; differentiable in m.
