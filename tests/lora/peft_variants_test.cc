@@ -1,7 +1,6 @@
 // What PEFT computed with the adapters of tests/parity/make_variants_fixture.py
 // is computed here from the same weights: initial values, outputs, gradients
 // and merged weights.
-#include <cstddef>
 #include <map>
 #include <memory>
 #include <ostream>
@@ -19,6 +18,8 @@
 #include "config/lora_config.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "lora/conv.h"
+#include "lora/embedding.h"
 #include "lora/layer_replacement.h"
 #include "lora/linear.h"
 #include "lora/lora_adapter.h"
@@ -26,6 +27,8 @@
 #include "tests/testutil/runfiles.h"
 #include "tests/testutil/status_matchers.h"
 #include "torch/nn/module.h"
+#include "torch/nn/options/conv.h"
+#include "torch/nn/options/embedding.h"
 #include "torch/nn/options/linear.h"
 
 namespace trainer_lora::lora {
@@ -85,6 +88,25 @@ struct Linears : Model {
   }
   ReplicatedLinear to_q{12, 20};
   ReplicatedLinear to_k{torch::nn::LinearOptions(20, 7).bias(false)};
+};
+
+struct Convolution : Model {
+  Convolution() { register_module("conv", conv); }
+  at::Tensor forward(const at::Tensor& x) override { return conv(x); }
+  Conv2d conv{
+      torch::nn::Conv2dOptions(3, 8, {3, 2}).stride({2, 1}).padding({1, 0})};
+};
+
+struct GroupedConvolution : Model {
+  GroupedConvolution() { register_module("conv", conv); }
+  at::Tensor forward(const at::Tensor& x) override { return conv(x); }
+  Conv2d conv{torch::nn::Conv2dOptions(4, 6, 3).padding(1).groups(2)};
+};
+
+struct Lookup : Model {
+  Lookup() { register_module("embed", embed); }
+  at::Tensor forward(const at::Tensor& x) override { return embed(x); }
+  Embedding embed{torch::nn::EmbeddingOptions(11, 10).padding_idx(3)};
 };
 
 template <typename T>
@@ -279,7 +301,12 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"weighted_adapters",
              Make<Linears>,
              {{[](auto&) {}, kDefaultAdapter, 0.75},
-              {UseRank3, "second", -0.5}}}),
+              {UseRank3, "second", -0.5}}},
+        Case{"conv2d", Make<Convolution>, {{}}},
+        Case{"conv2d_groups", Make<GroupedConvolution>, {{}}},
+        Case{"conv2d_dora", Make<Convolution>, {{UseDora}}},
+        Case{"embedding", Make<Lookup>, {{}}},
+        Case{"embedding_dora", Make<Lookup>, {{UseDora}}}),
     [](const testing::TestParamInfo<Case>& info) { return info.param.name; });
 
 }  // namespace
