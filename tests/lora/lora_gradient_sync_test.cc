@@ -170,7 +170,9 @@ TEST(ReplicateLoraParametersTest, EveryRankStartsWithTheValuesOfRankZero) {
     const auto expected = AdaptedModel(/*seed=*/0);
     EXPECT_TRUE(at::equal(model->to_q->lora_A(), expected->to_q->lora_A()));
     ASSERT_TRUE(model->to_q->ParameterLayoutOf("lora_A", 1).has_value());
-    EXPECT_TRUE(model->to_q->ParameterLayoutOf("lora_B", 1)->placements[0].is_replicate());
+    EXPECT_TRUE(model->to_q->ParameterLayoutOf("lora_B", 1)
+                    ->placements[0]
+                    .is_replicate());
     EXPECT_TRUE(model->to_q->lora_A().requires_grad());
   });
 }

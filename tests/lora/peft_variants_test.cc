@@ -18,6 +18,7 @@
 #include "config/lora_config.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "lora/active_adapters.h"
 #include "lora/conv.h"
 #include "lora/embedding.h"
 #include "lora/layer_replacement.h"
@@ -188,10 +189,7 @@ class PeftVariantsTest : public testing::TestWithParam<Case> {
       ASSERT_THAT(EnableLoraTraining(*model_, config, options), IsOk());
       active.push_back({adapter.name, adapter.weight});
     }
-    for (const NamedLoraLayer& item : LoraLayers(*model_)) {
-      ASSERT_THAT(item.layer->SetActiveAdapters(active), IsOk());
-    }
-    ASSERT_THAT(FinalizeLoraTraining(*model_), IsOk());
+    ASSERT_THAT(SetActiveAdapters(*model_, active), IsOk());
   }
 
   // Gives all trainable parameters the values that training may have left.
