@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <limits>
+#include <map>
 #include <set>
 #include <type_traits>
 #include <utility>
@@ -32,6 +34,7 @@ constexpr char kPositiveInteger[] = "a positive integer";
 constexpr char kPositiveNumber[] = "a positive number";
 constexpr char kFraction[] = "a number from 0 to below 1";
 constexpr char kNotNegative[] = "an integer from 0 on";
+constexpr char kLayers[] = "a list of layers such as [0, 8-11]";
 
 std::string RankRule(int64_t rank) {
   constexpr int64_t kMaxRank = std::numeric_limits<int32_t>::max();
@@ -45,8 +48,8 @@ std::string NeededRankRule(const std::optional<int64_t>& rank) {
   return absl::StrCat(kPositiveInteger, " when enable is true");
 }
 
-std::string AlphaRule(double alpha) {
-  return std::isfinite(alpha) && alpha > 0 ? "" : kPositiveNumber;
+std::string PositiveNumberRule(double number) {
+  return std::isfinite(number) && number > 0 ? "" : kPositiveNumber;
 }
 
 std::string DropoutRule(double dropout) {
@@ -55,8 +58,34 @@ std::string DropoutRule(double dropout) {
 
 std::string SeedRule(int64_t seed) { return seed >= 0 ? "" : kNotNegative; }
 
+// By their first layer.
+using DisjointRanges = std::map<int64_t, LayerRange>;
+
+std::string LayerRangeRule(const LayerRange& range,
+                           const DisjointRanges& others) {
+  if (range.first < 0) return kNotNegative;
+  if (range.first > range.last) return "a range from a lower to a higher layer";
+  const auto after = others.upper_bound(range.last);
+  if (after == others.begin()) return "";
+  const LayerRange& before = std::prev(after)->second;
+  if (before.last < range.first) return "";
+  return absl::StrCat("apart from ", ToString(before),
+                      ", which is there already");
+}
+
 // For fields whose type is all that matters.
 struct NoRule {};
+
+// For patterns, which keep to the syntax of target_matching.
+struct PatternRule {};
+
+// For ranges of layers, which are disjoint, and at least one.
+struct LayersRule {};
+
+// For a field that is of no use without another.
+struct NeedsKey {
+  const char* other;
+};
 
 // Why `pattern` can't be used, in words that follow it in a message; nothing if
 // it can.
@@ -99,7 +128,28 @@ struct FieldChecker {
 
   void Check(bool, NoRule) const {}
 
-  void Check(const std::vector<std::string>& patterns, NoRule) const {
+  void Check(const std::vector<std::string>& names,
+             const NeedsKey& rule) const {
+    if (names.empty() || lora->Has(rule.other)) return;
+    lora->Refuse(key, absl::StrCat("left out without ", rule.other));
+  }
+
+  void Check(const std::vector<LayerRange>& ranges, LayersRule) const {
+    if (ranges.empty()) {
+      lora->Refuse(key, "left out (for all layers) or name at least one");
+    }
+    DisjointRanges accepted;
+    for (size_t i = 0; i < ranges.size(); ++i) {
+      if (const std::string expected = LayerRangeRule(ranges[i], accepted);
+          expected.empty()) {
+        accepted.emplace(ranges[i].first, ranges[i]);
+      } else {
+        lora->RefuseElement(key, i, expected);
+      }
+    }
+  }
+
+  void Check(const std::vector<std::string>& patterns, PatternRule) const {
     for (size_t i = 0; i < patterns.size(); ++i) {
       if (const auto error = SyntaxError(matching, patterns[i])) {
         lora->RefuseElement(key, i, SyntaxName(matching), *error);
@@ -132,6 +182,14 @@ YAML::Node ToNode(const std::string& value) { return YamlString(value); }
 YAML::Node ToNode(const std::vector<std::string>& values) {
   YAML::Node list(YAML::NodeType::Sequence);
   for (const std::string& value : values) list.push_back(ToNode(value));
+  return list;
+}
+
+YAML::Node ToNode(const std::vector<LayerRange>& ranges) {
+  YAML::Node list(YAML::NodeType::Sequence);
+  for (const LayerRange& range : ranges) {
+    list.push_back(YAML::Node(ToString(range)));
+  }
   return list;
 }
 
@@ -169,6 +227,21 @@ struct Field {
   std::function<bool(const LoraConfig& a, const LoraConfig& b)> equal;
 };
 
+template <typename T>
+void ReadValue(const char* key, const char* expected, YamlMapping* lora,
+               T* value) {
+  lora->Read(key, value, expected);
+}
+
+void ReadValue(const char* key, const char* expected, YamlMapping* lora,
+               std::optional<std::vector<LayerRange>>* value) {
+  std::optional<std::vector<std::pair<int64_t, int64_t>>> ranges;
+  lora->Read(key, &ranges, expected);
+  if (!ranges) return;
+  value->emplace();
+  for (const auto& [first, last] : *ranges) (*value)->push_back({first, last});
+}
+
 // A field with a value (or a list or mapping of values) that must be `expected`
 // and keep to `rule`.
 template <typename T, typename Rule>
@@ -176,7 +249,7 @@ Field ValueField(const char* key, T LoraConfig::*member, const char* expected,
                  Rule rule) {
   return {key,
           [=](YamlMapping* lora, LoraConfig* config) {
-            lora->Read(key, &(config->*member), expected);
+            ReadValue(key, expected, lora, &(config->*member));
           },
           [=](const LoraConfig& config, YamlMapping* lora) {
             FieldChecker{key, config.target_matching, lora}.Check(
@@ -209,22 +282,33 @@ const std::vector<Field>& Fields() {
   static const auto& fields = *new std::vector<Field>{
       ValueField("enable", &LoraConfig::enable, kBoolean, NoRule()),
       ValueField("rank", &LoraConfig::rank, kPositiveInteger, NeededRankRule),
-      ValueField("alpha", &LoraConfig::alpha, kPositiveNumber, AlphaRule),
+      ValueField("alpha", &LoraConfig::alpha, kPositiveNumber,
+                 PositiveNumberRule),
       ValueField("target_modules", &LoraConfig::target_modules, kNames,
-                 NoRule()),
+                 PatternRule()),
       ValueField("exclude_modules", &LoraConfig::exclude_modules, kNames,
-                 NoRule()),
+                 PatternRule()),
       WordField<TargetMatching>("target_matching", &LoraConfig::target_matching,
                                 {{"substring", TargetMatching::kSubstring},
                                  {"exact", TargetMatching::kExact},
                                  {"suffix", TargetMatching::kSuffix},
                                  {"glob", TargetMatching::kGlob},
                                  {"regex", TargetMatching::kRegex}}),
+      ValueField("layers_to_transform", &LoraConfig::layers_to_transform,
+                 kLayers, LayersRule()),
+      ValueField("layers_pattern", &LoraConfig::layers_pattern, kNames,
+                 NeedsKey{"layers_to_transform"}),
       ValueField("rank_pattern", &LoraConfig::rank_pattern, kPositiveInteger,
                  RankRule),
       ValueField("alpha_pattern", &LoraConfig::alpha_pattern, kPositiveNumber,
-                 AlphaRule),
+                 PositiveNumberRule),
+      ValueField("use_rslora", &LoraConfig::use_rslora, kBoolean, NoRule()),
+      ValueField("use_dora", &LoraConfig::use_dora, kBoolean, NoRule()),
       ValueField("dropout", &LoraConfig::dropout, kFraction, DropoutRule),
+      WordField<BiasTraining>("bias", &LoraConfig::bias,
+                              {{"none", BiasTraining::kNone},
+                               {"lora_only", BiasTraining::kLoraOnly},
+                               {"all", BiasTraining::kAll}}),
       WordField<AdapterDtype>("adapter_dtype", &LoraConfig::adapter_dtype,
                               {{"base", AdapterDtype::kBase},
                                {"float32", AdapterDtype::kFloat32},
@@ -233,8 +317,12 @@ const std::vector<Field>& Fields() {
       WordField<AdapterInitialization>(
           "initialization", &LoraConfig::initialization,
           {{"default", AdapterInitialization::kDefault},
-           {"gaussian", AdapterInitialization::kGaussian}}),
+           {"gaussian", AdapterInitialization::kGaussian},
+           {"pissa", AdapterInitialization::kPissa},
+           {"olora", AdapterInitialization::kOlora}}),
       ValueField("seed", &LoraConfig::seed, kNotNegative, SeedRule),
+      ValueField("loraplus_lr_ratio", &LoraConfig::loraplus_lr_ratio,
+                 kPositiveNumber, PositiveNumberRule),
   };
   return fields;
 }
@@ -262,6 +350,14 @@ void LogIgnoredRank(const LoraConfig& config, absl::string_view path) {
       ".enable is false: the rank is ignored and LoRA will NOT be applied"));
 }
 
+// Most likely the inverse of what was meant.
+void WarnOfSlowLoraB(const LoraConfig& config, absl::string_view path) {
+  if (!config.enable || config.loraplus_lr_ratio.value_or(1) >= 1) return;
+  GetLogger().Warning(absl::StrCat(
+      path, ".loraplus_lr_ratio=", *config.loraplus_lr_ratio,
+      " makes lora_B learn slower than lora_A; LoRA+ is for ratios above 1"));
+}
+
 void RemoveDuplicates(std::vector<std::string>* names) {
   std::set<std::string> seen;
   names->erase(std::remove_if(names->begin(), names->end(),
@@ -272,6 +368,11 @@ void RemoveDuplicates(std::vector<std::string>* names) {
 }
 
 }  // namespace
+
+std::string ToString(const LayerRange& range) {
+  if (range.first == range.last) return absl::StrCat(range.first);
+  return absl::StrCat(range.first, "-", range.last);
+}
 
 double LoraConfig::EffectiveAlpha() const {
   return alpha.value_or(static_cast<double>(rank.value_or(0)));
@@ -323,7 +424,9 @@ std::optional<LoraConfig> LoraConfig::Coerce(const YAML::Node& node,
   if (errors->size() != errors_before) return std::nullopt;
   if (config.target_modules) RemoveDuplicates(&*config.target_modules);
   RemoveDuplicates(&config.exclude_modules);
+  RemoveDuplicates(&config.layers_pattern);
   LogIgnoredRank(config, path);
+  WarnOfSlowLoraB(config, path);
   return config;
 }
 
@@ -332,6 +435,7 @@ absl::StatusOr<std::optional<LoraConfig>> LoraConfig::Coerce(
   if (config) {
     LORA_RETURN_IF_ERROR(config->Validate());
     LogIgnoredRank(*config, "lora");
+    WarnOfSlowLoraB(*config, "lora");
   }
   return config;
 }

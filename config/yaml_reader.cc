@@ -112,6 +112,37 @@ std::optional<double> NumberIn(const YAML::Node& node) {
   return ParseNumber(node.Scalar());
 }
 
+bool IsIntegral(double number) { return number == std::trunc(number); }
+
+std::optional<int64_t> IntegerIn(const YAML::Node& node) {
+  const std::optional<double> number = NumberIn(node);
+  if (!number || !IsIntegral(*number)) return std::nullopt;
+  if (int64_t read = 0; absl::SimpleAtoi(node.Scalar(), &read)) return read;
+  // Written as 16.0 or 1e3: exact only as far as a double is.
+  constexpr double kMaxExact = int64_t{1} << 53;
+  if (std::abs(*number) > kMaxExact) return std::nullopt;
+  return static_cast<int64_t>(*number);
+}
+
+// An integer, which is a range of one, or a range such as 8-11.
+std::optional<std::pair<int64_t, int64_t>> RangeIn(const YAML::Node& node) {
+  if (const std::optional<int64_t> integer = IntegerIn(node)) {
+    return std::make_pair(*integer, *integer);
+  }
+  if (!IsYamlString(node)) return std::nullopt;
+  const auto parse = [](const std::string& text, int64_t* value) {
+    return std::all_of(text.begin(), text.end(), absl::ascii_isdigit) &&
+           !HasLeadingZero(text) && absl::SimpleAtoi(text, value);
+  };
+  const std::vector<std::string> ends = absl::StrSplit(node.Scalar(), '-');
+  std::pair<int64_t, int64_t> range;
+  if (ends.size() != 2 || !parse(ends[0], &range.first) ||
+      !parse(ends[1], &range.second)) {
+    return std::nullopt;
+  }
+  return range;
+}
+
 // --- Messages --------------------------------------------------------------
 
 // For where a string was expected: on means true, 16 is a number.
@@ -416,7 +447,7 @@ absl::StatusOr<YAML::Node> ParseYamlAt(int first_line, absl::string_view text) {
 std::string DescribeYaml(const YAML::Node& node) {
   if (!node.IsDefined()) return "nothing";
   if (node.IsNull()) return "null";
-  if (node.IsSequence()) return "a list";
+  if (node.IsSequence()) return node.size() == 0 ? "an empty list" : "a list";
   if (node.IsMap()) return "a mapping";
   const std::string text = Shorten(node.Scalar());
   switch (StyleOf(node)) {
@@ -524,18 +555,13 @@ void YamlMapping::Read(absl::string_view key, int64_t* value,
                        absl::string_view expected) {
   const YAML::Node* node = Value(key);
   if (node == nullptr) return;
-  const std::optional<double> number = NumberIn(*node);
-  if (!number || *number != std::trunc(*number)) return Refuse(key, expected);
-  if (int64_t read = 0; absl::SimpleAtoi(node->Scalar(), &read)) {
-    *value = read;
+  if (const std::optional<int64_t> integer = IntegerIn(*node)) {
+    *value = *integer;
     return;
   }
-  // Written as 16.0 or 1e3: exact only as far as a double is.
-  constexpr double kMaxExact = int64_t{1} << 53;
-  if (std::abs(*number) > kMaxExact) {
-    return AddError(*node, PathOf(key), expected, " (out of range)");
-  }
-  *value = static_cast<int64_t>(*number);
+  const std::optional<double> number = NumberIn(*node);
+  AddError(*node, PathOf(key), expected,
+           number && IsIntegral(*number) ? " (out of range)" : "");
 }
 
 void YamlMapping::Read(absl::string_view key, double* value,
@@ -577,6 +603,29 @@ void YamlMapping::Read(absl::string_view key, std::vector<std::string>* value,
     } else {
       AddError(element, absl::StrCat(PathOf(key), "[", i, "]"),
                "a string that is not empty", QuotingHint(element));
+    }
+  }
+  if (errors_->size() == errors_before) *value = std::move(read);
+}
+
+void YamlMapping::Read(absl::string_view key,
+                       std::vector<std::pair<int64_t, int64_t>>* value,
+                       absl::string_view expected) {
+  const YAML::Node* node = Value(key);
+  if (node == nullptr) return;
+  if (!node->IsSequence()) {
+    const auto range = RangeIn(*node);
+    if (!range) return Refuse(key, expected);
+    *value = {*range};
+    return;
+  }
+  std::vector<std::pair<int64_t, int64_t>> read;
+  const size_t errors_before = errors_->size();
+  for (size_t i = 0; i < node->size(); ++i) {
+    if (const auto range = RangeIn((*node)[i])) {
+      read.push_back(*range);
+    } else {
+      RefuseElement(key, i, "an integer or a range such as 8-11");
     }
   }
   if (errors_->size() == errors_before) *value = std::move(read);

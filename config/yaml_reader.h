@@ -63,7 +63,7 @@ absl::StatusOr<YAML::Node> ParseYamlAt(int first_line, absl::string_view text);
 // boolean.
 bool IsYamlString(const YAML::Node& node);
 
-// What messages call a value: 16, "text", null, a list, ...
+// What messages call a value: 16, "text", null, a list, an empty list, ...
 std::string DescribeYaml(const YAML::Node& node);
 
 // Words of a file and the values that they stand for.
@@ -145,6 +145,12 @@ class YamlMapping {
   // A list of strings that aren't empty, or such a string alone.
   void Read(absl::string_view key, std::vector<std::string>* value,
             absl::string_view expected = "a list of strings");
+  // A list of integers and of ranges of them such as 8-11, or one of these
+  // alone: the first and the last integer of each, whichever is larger. An
+  // integer may be negative, the ends of a range may not.
+  void Read(absl::string_view key,
+            std::vector<std::pair<int64_t, int64_t>>* value,
+            absl::string_view expected = "a list of integers and ranges");
   // A mapping from text that isn't empty to numbers, in the order of the file;
   // `expected` is what each number must be.
   void Read(absl::string_view key,

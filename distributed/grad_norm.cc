@@ -19,6 +19,7 @@
 #include "distributed/device_mesh.h"
 #include "distributed/gradient_sync.h"
 #include "distributed/parameter_layout.h"
+#include "distributed/placement.h"
 
 namespace trainer_lora::distributed {
 namespace {
@@ -44,7 +45,8 @@ void Clip(const std::vector<at::Tensor>& gradients, double norm,
   }
 }
 
-// The number of ranks that hold each value of the parameter.
+// The number of ranks that hold each value of the parameter, over the mesh
+// dimensions that replicate it.
 int64_t NumReplicas(const ParameterLayout& layout) {
   int64_t replicas = 1;
   for (size_t dim = 0; dim < layout.placements.size(); ++dim) {
@@ -53,6 +55,25 @@ int64_t NumReplicas(const ParameterLayout& layout) {
     }
   }
   return replicas;
+}
+
+// This rank's share of the squared norm: each of the ranks that hold a value
+// adds its own.
+double SquaredNormShare(const at::Tensor& gradient,
+                        const ParameterLayout& layout) {
+  double squared_norm = 0;
+  if (layout.HasReplicatedParts()) {
+    const std::vector<Chunk> chunks = layout.LocalParts();
+    int64_t row = 0;
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      squared_norm += SquaredNorm(gradient.narrow(0, row, chunks[i].size)) /
+                      static_cast<double>(layout.parts[i].replicas);
+      row += chunks[i].size;
+    }
+  } else {
+    squared_norm = SquaredNorm(gradient);
+  }
+  return squared_norm / static_cast<double>(NumReplicas(layout));
 }
 
 }  // namespace
@@ -88,9 +109,7 @@ absl::StatusOr<double> ClipGradNorm(
     }
     if (!item.parameter.grad().defined()) continue;
     gradients.push_back(item.parameter.grad());
-    // Each of the ranks that hold it adds its share.
-    squared_norm += SquaredNorm(item.parameter.grad()) /
-                    static_cast<double>(NumReplicas(item.layout));
+    squared_norm += SquaredNormShare(item.parameter.grad(), item.layout);
   }
   // A rank in error takes part all the same, so that no other waits for it.
   if (!error.ok()) squared_norm = std::numeric_limits<double>::quiet_NaN();

@@ -62,13 +62,23 @@ bool AnyPlacement(const DistributedParameter& parameter, Predicate predicate) {
                      parameter.layout.placements.end(), predicate);
 }
 
+bool HasReducedGradient(const DistributedParameter& parameter) {
+  return AnyPlacement(parameter, IsReduced) ||
+         parameter.layout.HasReplicatedParts();
+}
+
+bool HasSummedGradient(const DistributedParameter& parameter) {
+  return !parameter.layout.ReducedDims(GradientReduction::kSum).empty() ||
+         parameter.layout.HasReplicatedParts();
+}
+
 // Those whose gradient is reduced, each once.
 Parameters WithReducedGradient(
     absl::Span<const DistributedParameter> parameters) {
   Parameters reduced;
   std::set<const c10::TensorImpl*> seen;
   for (const DistributedParameter& parameter : parameters) {
-    if (AnyPlacement(parameter, IsReduced) &&
+    if (parameter.layout.mesh != nullptr && HasReducedGradient(parameter) &&
         parameter.parameter.requires_grad() &&
         seen.insert(parameter.parameter.unsafeGetTensorImpl()).second) {
       reduced.push_back(parameter);
@@ -85,8 +95,12 @@ Parameters Replicated(absl::Span<const DistributedParameter> parameters) {
   return replicated;
 }
 
+std::string ShapeString(at::IntArrayRef sizes) {
+  return absl::StrCat("[", absl::StrJoin(sizes, ", "), "]");
+}
+
 std::string ShapeString(const at::Tensor& tensor) {
-  return absl::StrCat("[", absl::StrJoin(tensor.sizes(), ", "), "]");
+  return ShapeString(tensor.sizes());
 }
 
 // Such as "broadcast of 2 parameters, the first to_q.lora_A".
@@ -120,6 +134,25 @@ std::string Describe(const DistributedParameter& parameter) {
       is_averaged_everywhere ? "" : ", " + parameter.layout.ToString(), ")");
 }
 
+// That a parameter some of whose rows are replicated has the rows of its parts.
+absl::Status CheckParts(const DistributedParameter& parameter) {
+  if (!parameter.layout.HasReplicatedParts()) return absl::OkStatus();
+  const absl::Status valid = parameter.layout.Validate();
+  if (!valid.ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(parameter.name, ": ", valid.message()));
+  }
+  int64_t rows = 0;
+  for (const Chunk& chunk : parameter.layout.LocalParts()) rows += chunk.size;
+  if (parameter.parameter.dim() == 0 || parameter.parameter.size(0) != rows) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        parameter.name, " of shape ", ShapeString(parameter.parameter),
+        " must have ", rows, " rows by its layout (",
+        parameter.layout.ToString(), ")"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckLiesOn(const DeviceMesh& mesh,
                          const DistributedParameter& parameter) {
   const ParameterLayout& layout = parameter.layout;
@@ -139,7 +172,7 @@ absl::Status CheckLiesOn(const DeviceMesh& mesh,
         absl::StrCat(parameter.name, " must be a dense tensor with values; ",
                      "load or materialize it first"));
   }
-  return absl::OkStatus();
+  return CheckParts(parameter);
 }
 
 absl::Status CheckIsWhole(const DistributedParameter& parameter) {
@@ -178,9 +211,19 @@ absl::Status AgreeOn(const DeviceMesh& mesh, std::string operation,
   return local_check;
 }
 
+// The mesh dimension that shards the rows. The layout has replicated parts.
+int64_t RowShardDim(const ParameterLayout& layout) {
+  return std::find_if(layout.placements.begin(), layout.placements.end(),
+                      [](const Placement& placement) {
+                        return placement.shard_dim() == 0;
+                      }) -
+         layout.placements.begin();
+}
+
 // Collective, and called by all ranks of the mesh with the same parameters in
 // all but the shapes of shards: these have to be the same on the ranks that
-// reduce them with each other.
+// reduce them with each other. Ranks that sum replicated rows may have other
+// rows beside, of the same shape.
 absl::Status AgreeOnShards(const DeviceMesh& mesh,
                            const Parameters& parameters) {
   std::vector<std::string> layouts;  // In the order of the parameters.
@@ -191,19 +234,38 @@ absl::Status AgreeOnShards(const DeviceMesh& mesh,
     if (same.empty()) layouts.push_back(parameter.layout.ToString());
     same.push_back(parameter);
   }
+  if (layouts.empty()) return absl::OkStatus();
+  // Ranks that differ from their peers in one group join the other groups all
+  // the same, whose ranks would wait for them.
+  absl::Status status;
   for (const std::string& layout : layouts) {
     const Parameters& same = by_layout[layout];
-    std::vector<std::string> lines;
+    std::vector<std::string> shapes;
+    std::vector<std::string> row_shapes;
     for (const DistributedParameter& parameter : same) {
-      lines.push_back(absl::StrCat(parameter.name, " (",
-                                   ShapeString(parameter.parameter), ")"));
+      const at::Tensor& tensor = parameter.parameter;
+      shapes.push_back(
+          absl::StrCat(parameter.name, " (", ShapeString(tensor), ")"));
+      if (!parameter.layout.HasReplicatedParts()) continue;
+      row_shapes.push_back(absl::StrCat(parameter.name, " (rows of ",
+                                        ShapeString(tensor.sizes().slice(1)),
+                                        ")"));
     }
+    const auto compare = [&](c10d::ProcessGroup& group,
+                             const std::vector<std::string>& lines) {
+      status.Update(internal::CheckRanksAgree(
+          group, mesh.ToString(), NameCollective("comparison", same), lines));
+    };
     for (const auto& group : internal::ReductionOf(same[0].layout).groups) {
-      LORA_RETURN_IF_ERROR(internal::CheckRanksAgree(
-          *group, mesh.ToString(), NameCollective("comparison", same), lines));
+      compare(*group, shapes);
+    }
+    if (same[0].layout.HasReplicatedParts()) {
+      compare(*mesh.group(RowShardDim(same[0].layout)), row_shapes);
     }
   }
-  return absl::OkStatus();
+  return internal::AgreeOnStatus(*mesh.group(), mesh.ToString(),
+                                 NameCollective("comparison", parameters),
+                                 status);
 }
 
 // --- Buffers -----------------------------------------------------------------
@@ -225,9 +287,10 @@ GradientSpec SpecOf(const std::string& name, const at::Tensor& tensor,
            static_cast<int64_t>(tensor.element_size()), tensor.device().str()}};
 }
 
+// For errors, `first_index` is the index of the first bucket.
 absl::StatusOr<std::vector<ReductionBucket>> MakeBuckets(
     const DeviceMesh& mesh, const Parameters& parameters,
-    const GradientSyncOptions& options) {
+    const GradientSyncOptions& options, size_t first_index) {
   std::vector<GradientSpec> specs;
   std::vector<at::Tensor> tensors;
   for (const DistributedParameter& parameter : parameters) {
@@ -243,11 +306,42 @@ absl::StatusOr<std::vector<ReductionBucket>> MakeBuckets(
   for (GradientBucket& bucket : plan.buckets) {
     const ParameterLayout& layout =
         parameters[bucket.slices.front().index].layout;
-    buckets.emplace_back(buckets.size(), std::move(bucket),
+    buckets.emplace_back(first_index + buckets.size(), std::move(bucket),
                          internal::ReductionOf(layout), tensors,
                          options.reduce_in_float32, mesh.RankString());
   }
   return buckets;
+}
+
+// The parts of `parameters` that several ranks hold, each as a parameter of its
+// own. Whole, it is replicated over the ranks that shard the rows, and its
+// gradient, which is zero but for the rank's own chunk, is summed over them:
+// this completes the chunk of all its replicas without a group of theirs.
+Parameters WholeReplicatedParts(const Parameters& parameters) {
+  Parameters wholes;
+  for (const DistributedParameter& parameter : parameters) {
+    const at::Tensor& tensor = parameter.parameter;
+    ParameterLayout layout = parameter.layout;
+    layout.parts.clear();
+    int64_t begin = 0;
+    for (const ShardedPart& part : parameter.layout.parts) {
+      const int64_t end = begin + part.size;
+      if (part.replicas > 1) {
+        layout.placements[RowShardDim(parameter.layout)] =
+            Placement::Replicate(GradientReduction::kSum);
+        std::vector<int64_t> shape = tensor.sizes().vec();
+        shape[0] = part.size;
+        // It says shape, dtype and device, and has no memory.
+        const at::Tensor like =
+            at::empty({1}, tensor.options().requires_grad(false)).expand(shape);
+        wholes.push_back(
+            {absl::StrCat(parameter.name, "[", begin, ":", end, "]"), like,
+             layout});
+      }
+      begin = end;
+    }
+  }
+  return wholes;
 }
 
 // What the parameters were when the ranks compared them.
@@ -289,6 +383,18 @@ struct Entry {
   bool is_ready = false;
 };
 
+// A part of a gradient that several ranks hold.
+struct ReplicatedPart {
+  // The bucket of the gradient, in which the part comes along for nothing.
+  size_t bucket;
+  // This rank's rows, in the view of the gradient.
+  at::Tensor rows;
+  // Their place in the whole part, in a bucket of such parts.
+  at::Tensor chunk;
+  // That of the chunk's bucket.
+  int64_t divisor_before;
+};
+
 bool HasView(const Entry& entry) {
   return entry.parameter.grad().is_same(entry.view);
 }
@@ -328,11 +434,15 @@ class GradientSync::Impl {
                 const GradientSyncOptions& options)
       : mesh_(std::move(mesh)), options_(options) {}
 
+  // Makes the buckets in which the replicated parts of the entries, which are
+  // `parameters`, are summed.
+  absl::Status AddReplicatedParts(const Parameters& parameters);
+
   // Called when the gradient of an entry is accumulated.
   void OnAccumulated(size_t index);
   // Brings the gradients of a bucket into its views, zeros where there is none.
   absl::Status Collect(ReductionBucket& bucket);
-  absl::Status Collect(Entry& entry, bool is_summed);
+  absl::Status Collect(Entry& entry);
   // Whether gradients are divided one by one as they come, which pays where
   // they are large, and not with the whole buffer.
   bool DividesOnArrival(const ReductionBucket& bucket) const {
@@ -345,18 +455,21 @@ class GradientSync::Impl {
   // Collects and starts the next bucket. `error` is what this rank could not
   // answer for, in this bucket or before.
   absl::Status StartNext(absl::Status& error);
+  // Starts the buckets that are left, those of replicated parts last.
+  absl::Status StartRest(absl::Status& error);
+  absl::Status Start(ReductionBucket& bucket, bool healthy, bool is_divided);
   // Whether all ranks answered for their gradients.
   absl::StatusOr<bool> FinishAll();
   void StartOver();
 
-  bool IsSummed(const ReductionBucket& bucket) const {
-    return !bucket.bucket().key.sum_over.empty();
-  }
-
   std::shared_ptr<const DeviceMesh> mesh_;
   GradientSyncOptions options_;
   std::vector<Entry> entries_;
+  std::vector<Entry*> sums_;  // Those whose gradient is a sum.
   std::vector<ReductionBucket> buckets_;
+  std::vector<ReplicatedPart> replicated_parts_;
+  // Their whole parts, zero between synchronizations.
+  std::vector<ReductionBucket> part_buckets_;
 
   // The backward pass may run on several threads.
   std::mutex mutex_;
@@ -431,7 +544,8 @@ absl::StatusOr<std::unique_ptr<GradientSync::Impl>> GradientSync::Impl::Build(
   LORA_RETURN_IF_ERROR(AgreeOnShards(*mesh, reduced));
 
   std::unique_ptr<Impl> impl(new Impl(mesh, options));
-  LORA_ASSIGN_OR_RETURN(impl->buckets_, MakeBuckets(*mesh, reduced, options));
+  LORA_ASSIGN_OR_RETURN(impl->buckets_, MakeBuckets(*mesh, reduced, options,
+                                                    /*first_index=*/0));
   for (const DistributedParameter& parameter : reduced) {
     impl->entries_.emplace_back(parameter);
   }
@@ -444,8 +558,47 @@ absl::StatusOr<std::unique_ptr<GradientSync::Impl>> GradientSync::Impl::Build(
       entry.bucket = bucket;
     }
   }
+  for (size_t i = 0; i < reduced.size(); ++i) {
+    if (HasSummedGradient(reduced[i])) {
+      impl->sums_.push_back(&impl->entries_[i]);
+    }
+  }
+  LORA_RETURN_IF_ERROR(impl->AddReplicatedParts(reduced));
   impl->StartOver();
   return impl;
+}
+
+absl::Status GradientSync::Impl::AddReplicatedParts(
+    const Parameters& parameters) {
+  const Parameters wholes = WholeReplicatedParts(parameters);
+  LORA_ASSIGN_OR_RETURN(part_buckets_,
+                        MakeBuckets(*mesh_, wholes, options_, buckets_.size()));
+  std::vector<ReplicatedPart> parts(wholes.size());
+  for (const ReductionBucket& bucket : part_buckets_) {
+    const std::vector<GradientSlice>& slices = bucket.bucket().slices;
+    for (size_t i = 0; i < slices.size(); ++i) {
+      parts[slices[i].index].chunk = bucket.views()[i];
+      parts[slices[i].index].divisor_before = bucket.divisor_before();
+    }
+  }
+  auto part = parts.begin();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const ParameterLayout& layout = parameters[i].layout;
+    if (!layout.HasReplicatedParts()) continue;
+    const std::vector<Chunk> chunks = layout.LocalParts();
+    int64_t row = 0;
+    for (size_t j = 0; j < chunks.size(); ++j) {
+      if (layout.parts[j].replicas > 1) {
+        part->bucket = entries_[i].bucket;
+        part->rows = entries_[i].view.narrow(0, row, chunks[j].size);
+        part->chunk = part->chunk.narrow(0, chunks[j].offset, chunks[j].size);
+        ++part;
+      }
+      row += chunks[j].size;
+    }
+  }
+  replicated_parts_ = std::move(parts);
+  return absl::OkStatus();
 }
 
 void GradientSync::Impl::Install() {
@@ -479,6 +632,7 @@ void GradientSync::Impl::StartOver() {
   if (options_.overlap_backward) {
     for (Entry& entry : entries_) entry.is_ready = false;
   }
+  for (ReductionBucket& bucket : part_buckets_) bucket.Zero();
   next_bucket_ = 0;
   without_view_.clear();
   backward_error_ = absl::OkStatus();
@@ -517,7 +671,7 @@ void GradientSync::Impl::OnAccumulated(size_t index) {
   }
 }
 
-absl::Status GradientSync::Impl::Collect(Entry& entry, bool is_summed) {
+absl::Status GradientSync::Impl::Collect(Entry& entry) {
   if (!entry.state.IsThatOf(entry.parameter)) {
     return absl::FailedPreconditionError(absl::StrCat(
         mesh_->RankString(), ": ", entry.name,
@@ -525,7 +679,7 @@ absl::Status GradientSync::Impl::Collect(Entry& entry, bool is_summed) {
         "ranks compared it: call GradientSync::Replace on every rank"));
   }
   if (HasView(entry)) {
-    if (is_summed && entry.is_summed) {
+    if (entry.is_summed) {
       return absl::FailedPreconditionError(absl::StrCat(
           mesh_->RankString(), ": the gradient of ", entry.name,
           " is a sum over ranks already, and would be summed twice: call "
@@ -550,13 +704,14 @@ absl::Status GradientSync::Impl::Collect(Entry& entry, bool is_summed) {
 absl::Status GradientSync::Impl::Collect(ReductionBucket& bucket) {
   absl::Status status;
   for (const GradientSlice& slice : bucket.bucket().slices) {
-    status.Update(Collect(entries_[slice.index], IsSummed(bucket)));
+    status.Update(Collect(entries_[slice.index]));
   }
   return status;
 }
 
 absl::Status GradientSync::Impl::StartNext(absl::Status& error) {
-  ReductionBucket& bucket = buckets_[next_bucket_++];
+  const size_t index = next_bucket_++;
+  ReductionBucket& bucket = buckets_[index];
   error.Update(Collect(bucket));
   const bool divides_on_arrival = DividesOnArrival(bucket);
   if (divides_on_arrival) {
@@ -565,16 +720,44 @@ absl::Status GradientSync::Impl::StartNext(absl::Status& error) {
       if (!entry.is_ready) entry.view.div_(bucket.divisor_before());
     }
   }
+  // Before the reduction of the bucket writes over them.
+  for (const ReplicatedPart& part : replicated_parts_) {
+    if (part.bucket != index) continue;
+    part.chunk.copy_(part.rows);
+    if (!divides_on_arrival && part.divisor_before > 1) {
+      part.chunk.div_(part.divisor_before);
+    }
+  }
+  return Start(bucket, error.ok(), divides_on_arrival);
+}
+
+absl::Status GradientSync::Impl::StartRest(absl::Status& error) {
+  while (next_bucket_ < buckets_.size()) {
+    LORA_RETURN_IF_ERROR(StartNext(error));
+  }
+  for (ReductionBucket& bucket : part_buckets_) {
+    LORA_RETURN_IF_ERROR(Start(bucket, error.ok(), /*is_divided=*/true));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status GradientSync::Impl::Start(ReductionBucket& bucket, bool healthy,
+                                       bool is_divided) {
   current_.collectives += bucket.num_collectives();
   current_.bytes += bucket.num_collectives() * bucket.bytes();
-  return bucket.Start(error.ok(), divides_on_arrival);
+  return bucket.Start(healthy, is_divided);
 }
 
 absl::StatusOr<bool> GradientSync::Impl::FinishAll() {
   bool all_healthy = true;
-  for (ReductionBucket& bucket : buckets_) {
-    LORA_ASSIGN_OR_RETURN(const bool healthy, bucket.Finish());
-    all_healthy = all_healthy && healthy;
+  for (std::vector<ReductionBucket>* buckets : {&buckets_, &part_buckets_}) {
+    for (ReductionBucket& bucket : *buckets) {
+      LORA_ASSIGN_OR_RETURN(const bool healthy, bucket.Finish());
+      all_healthy = all_healthy && healthy;
+    }
+  }
+  for (const ReplicatedPart& part : replicated_parts_) {
+    part.rows.copy_(part.chunk);
   }
   return all_healthy;
 }
@@ -582,9 +765,7 @@ absl::StatusOr<bool> GradientSync::Impl::FinishAll() {
 absl::StatusOr<int64_t> GradientSync::Impl::ReduceOnce() {
   const at::NoGradGuard no_grad;
   absl::Status error;
-  while (next_bucket_ < buckets_.size()) {
-    LORA_RETURN_IF_ERROR(StartNext(error));
-  }
+  LORA_RETURN_IF_ERROR(StartRest(error));
   LORA_ASSIGN_OR_RETURN(const bool healthy, FinishAll());
   LORA_RETURN_IF_ERROR(error);
   if (!healthy) return absl::FailedPreconditionError("another rank failed");
@@ -622,10 +803,7 @@ absl::StatusOr<int64_t> GradientSync::Impl::Sync() {
                        " was replaced after its reduction had started")));
     }
   }
-  absl::Status status;
-  while (status.ok() && next_bucket_ < buckets_.size()) {
-    status = StartNext(error);
-  }
+  absl::Status status = StartRest(error);
   bool all_healthy = true;
   if (status.ok()) {
     const absl::StatusOr<bool> finished = FinishAll();
@@ -645,12 +823,7 @@ absl::StatusOr<int64_t> GradientSync::Impl::Sync() {
   for (Entry* entry : without_view_) {
     entry->parameter.mutable_grad() = entry->view;
   }
-  for (const ReductionBucket& bucket : buckets_) {
-    if (!IsSummed(bucket)) continue;
-    for (const GradientSlice& slice : bucket.bucket().slices) {
-      entries_[slice.index].is_summed = true;
-    }
-  }
+  for (Entry* entry : sums_) entry->is_summed = true;
   current_.parameters = static_cast<int64_t>(entries_.size());
   current_.seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
@@ -681,8 +854,10 @@ void GradientSync::Impl::ZeroGrad() {
 
 std::string GradientSync::Impl::ToString() const {
   GradientBucketPlan plan;
-  for (const ReductionBucket& bucket : buckets_) {
-    plan.buckets.push_back(bucket.bucket());
+  for (const auto* buckets : {&buckets_, &part_buckets_}) {
+    for (const ReductionBucket& bucket : *buckets) {
+      plan.buckets.push_back(bucket.bucket());
+    }
   }
   return plan.ToString();
 }

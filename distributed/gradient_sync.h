@@ -25,8 +25,13 @@
 // with the mesh and the first parameter of the failed collective.
 //
 // A parameter takes part if it requires grad and its layout, which must be of
-// the mesh that is passed, reduces its gradient over some dimension. Others are
-// skipped and not counted. One that is listed twice is reduced once.
+// the mesh that is passed, reduces its gradient over some dimension or has
+// parts with several replicas. Others are skipped and not counted. One that is
+// listed twice is reduced once.
+//
+// The rows of a part with replicas are summed over the ranks that hold them
+// (and averaged over data as the others): they travel as the whole part, zero
+// but for the rank's chunk, in buffers of their own behind the rest.
 #ifndef TRAINER_LORA_DISTRIBUTED_GRADIENT_SYNC_H_
 #define TRAINER_LORA_DISTRIBUTED_GRADIENT_SYNC_H_
 

@@ -2,8 +2,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <numeric>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -11,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "config/internal/status_macros.h"
 #include "distributed/device_mesh.h"
 #include "distributed/parameter_layout.h"
 #include "distributed/placement.h"
@@ -44,18 +43,25 @@ std::vector<int64_t> CoordinatesOf(int64_t rank,
 std::vector<TensorSlice> StateLayout::SlicesOf(int64_t rank) const {
   const std::vector<int64_t> mesh_sizes = MeshSizes(*layout.mesh);
   const std::vector<int64_t> coordinates = CoordinatesOf(rank, mesh_sizes);
-  if (parts.empty()) {
+  if (layout.parts.empty()) {
     return {SliceOf(global_shape, layout.placements, mesh_sizes, coordinates)};
   }
   std::vector<TensorSlice> slices;
   std::vector<int64_t> part_shape = global_shape;
   int64_t begin = 0;
-  for (const int64_t part : parts) {
-    part_shape[0] = part;
+  for (const ShardedPart& part : layout.parts) {
+    std::vector<int64_t> part_sizes = mesh_sizes;
+    std::vector<int64_t> part_coordinates = coordinates;
+    for (size_t dim = 0; dim < mesh_sizes.size(); ++dim) {
+      if (layout.placements[dim].shard_dim() != 0) continue;
+      part_sizes[dim] /= part.replicas;
+      part_coordinates[dim] /= part.replicas;
+    }
+    part_shape[0] = part.size;
     slices.push_back(
-        SliceOf(part_shape, layout.placements, mesh_sizes, coordinates));
+        SliceOf(part_shape, layout.placements, part_sizes, part_coordinates));
     slices.back().offsets[0] += begin;
-    begin += part;
+    begin += part.size;
   }
   return slices;
 }
@@ -65,14 +71,7 @@ std::vector<int64_t> StateLayout::LocalShape() const {
 }
 
 absl::Status StateLayout::Validate() const {
-  if (layout.mesh == nullptr) {
-    return absl::InvalidArgumentError("the layout has no mesh");
-  }
-  if (layout.placements.size() != layout.mesh->ndim()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the layout has ", layout.placements.size(),
-                     " placements for ", layout.mesh->ToString()));
-  }
+  LORA_RETURN_IF_ERROR(layout.Validate());
   const int64_t ndim = global_shape.size();
   for (const Placement& placement : layout.placements) {
     if (placement.shard_dim() >= ndim) {
@@ -81,17 +80,12 @@ absl::Status StateLayout::Validate() const {
                        placement.shard_dim(), " of a tensor of ", ndim));
     }
   }
-  if (parts.empty()) return absl::OkStatus();
-  for (const int64_t part : parts) {
-    if (part < 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("the layout has a part of size ", part));
-    }
-  }
-  const int64_t total = std::accumulate(parts.begin(), parts.end(), int64_t{0});
-  if (ndim == 0 || total != global_shape[0]) {
+  if (layout.parts.empty()) return absl::OkStatus();
+  int64_t rows = 0;
+  for (const ShardedPart& part : layout.parts) rows += part.size;
+  if (ndim == 0 || rows != global_shape[0]) {
     return absl::InvalidArgumentError(
-        absl::StrCat("the layout's parts (", absl::StrJoin(parts, ", "),
+        absl::StrCat("the parts of the layout (", layout.ToString(),
                      ") don't sum to dimension 0 of [",
                      absl::StrJoin(global_shape, ", "), "]"));
   }
@@ -110,7 +104,7 @@ StateLayouts ShardedLayouts(const torch::nn::Module& model,
         placement = Placement::Replicate();
       }
     }
-    layouts[item.key()] = {parameter.sizes().vec(), std::move(layout), {}};
+    layouts[item.key()] = {parameter.sizes().vec(), std::move(layout)};
   }
   return layouts;
 }

@@ -32,22 +32,18 @@ namespace trainer_lora::distributed {
 struct StateLayout {
   // What `rank` of the mesh holds: slices of the whole tensor, which lie one
   // after the other along dimension 0 of the rank's own tensor. One slice,
-  // unless there are `parts`. The layout must be valid, and the rank in it.
+  // unless the layout has parts. The layout must be valid, and the rank in it.
   std::vector<TensorSlice> SlicesOf(int64_t rank) const;
 
   // The shape of the tensor on this rank. The layout must be valid.
   std::vector<int64_t> LocalShape() const;
 
-  // kInvalidArgument if there is no mesh, or if placements, shard dimensions or
-  // parts don't fit mesh and shape.
+  // kInvalidArgument if `layout` is invalid, or if its shard dimensions or
+  // parts don't fit the shape.
   absl::Status Validate() const;
 
   std::vector<int64_t> global_shape;
   ParameterLayout layout;
-  // For a tensor made of several that are concatenated along dimension 0, such
-  // as those for q, k and v, and sharded each by itself: their sizes there.
-  // Empty: the tensor is one.
-  std::vector<int64_t> parts;
 };
 
 // By the name of the parameter or buffer. One without an entry is whole on

@@ -18,6 +18,7 @@
 #include "distributed/checkpoint/safetensors_file.h"
 #include "distributed/checkpoint/torch_dtype.h"
 #include "lora/layer_replacement.h"
+#include "lora/lora_adapter.h"
 #include "nlohmann/json.hpp"
 #include "re2/re2.h"
 #include "torch/nn/module.h"
@@ -30,8 +31,8 @@ using Json = nlohmann::ordered_json;
 constexpr char kTensorFile[] = "adapter_model.safetensors";
 constexpr char kConfigFile[] = "adapter_config.json";
 
-// A factor and its key in PEFT's file.
-struct Factor {
+// A parameter, in the shape that it has in PEFT's file, and its key there.
+struct FileTensor {
   std::string key;
   at::Tensor tensor;
 };
@@ -39,41 +40,122 @@ struct Factor {
 // An adapted layer of a model.
 struct AdapterEntry {
   std::string layer_name;
-  int64_t rank;
-  double alpha;
-  double dropout;
+  LoraAdapterOptions options;
 };
 
-// The adapters of a model, at least one.
+// The adapters of one name of a model, at least one.
 struct Adapters {
+  const LoraAdapterOptions& first() const { return layers.front().options; }
+
   std::vector<AdapterEntry> layers;
-  // Two a layer.
-  std::vector<Factor> factors;
+  std::vector<FileTensor> tensors;
 };
 
-absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model) {
+// A view of a parameter as PEFT has it. Factors are modules of their own there,
+// but for those of embeddings.
+FileTensor ToFile(const std::string& layer_name, std::string name,
+                  at::Tensor tensor, const LoraAdapter& adapter) {
+  if (name == "lora_magnitude") {
+    name = "lora_magnitude_vector";
+    // That of a convolution can be broadcast against its output.
+    std::vector<int64_t> shape(adapter.lora_A.dim(), 1);
+    shape[1] = -1;
+    if (shape.size() > 2) tensor = tensor.view(shape);
+  } else if (name == "lora_A" || name == "lora_B") {
+    name += ".weight";
+  }
+  return {absl::StrCat("base_model.model.", layer_name, ".", name),
+          std::move(tensor)};
+}
+
+const char* BiasName(config::BiasTraining bias) {
+  switch (bias) {
+    case config::BiasTraining::kNone:
+      return "none";
+    case config::BiasTraining::kLoraOnly:
+      return "lora_only";
+    case config::BiasTraining::kAll:
+      return "all";
+  }
+  return "none";
+}
+
+// An adapter that starts from its base weight, as one for the original weight:
+// s (B A - B0 A0) has twice the rank, and alpha so that s is the same.
+LoraAdapter ForOriginalWeight(LoraAdapter adapter, const LoraAdapter& initial) {
+  const auto cat = [](const at::Tensor& a, const at::Tensor& b, int64_t dim) {
+    return at::cat({a.detach().to(at::kCPU), b}, dim);
+  };
+  adapter.lora_A = cat(adapter.lora_A, initial.lora_A, 0);
+  adapter.lora_B = cat(adapter.lora_B, -initial.lora_B, 1);
+  adapter.options.rank *= 2;
+  adapter.options.alpha *= adapter.options.use_rslora ? std::sqrt(2.0) : 2.0;
+  return adapter;
+}
+
+enum class Purpose { kSave, kLoad };
+
+absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model,
+                                         const std::string& adapter_name,
+                                         Purpose purpose) {
   Adapters adapters;
   for (const auto& [name, layer] : LoraLayers(model)) {
-    if (!layer->is_adapted()) continue;
-    for (const auto& [suffix, tensor] :
-         {std::make_pair("lora_A", layer->lora_A()),
-          std::make_pair("lora_B", layer->lora_B())}) {
-      if (!tensor.defined() || tensor.is_meta()) {
+    if (!layer->HasAdapter(adapter_name)) continue;
+    for (const AdapterParameter& item :
+         layer->AdapterParameters(adapter_name)) {
+      if (!item.parameter.defined() || item.parameter.is_meta()) {
         return absl::FailedPreconditionError(
-            absl::StrCat(name, ".", suffix,
+            absl::StrCat(name, ".", item.name,
                          " has no values yet: load the base "
                          "weights first"));
       }
-      adapters.factors.push_back(
-          {absl::StrCat("base_model.model.", name, ".", suffix, ".weight"),
-           tensor});
     }
-    adapters.layers.push_back(
-        {name, layer->lora_rank(), layer->lora_alpha(), layer->lora_dropout()});
+    LoraAdapter adapter = layer->adapter(adapter_name);
+    const LoraAdapter initial = layer->InitialFactors(adapter_name);
+    if (initial.lora_A.defined()) {
+      if (purpose == Purpose::kLoad) {
+        return absl::FailedPreconditionError(absl::StrCat(
+            name,
+            " has started from its base weight, by PiSSA or OLoRA, and a file "
+            "is for the original one: load it into a model that was enabled "
+            "with the default initialization and the rank of the file"));
+      }
+      adapter = ForOriginalWeight(std::move(adapter), initial);
+    }
+    const LoraLayer::FactorNames names = layer->factor_names();
+    const auto add = [&, &layer_name = name](const char* parameter_name,
+                                             const at::Tensor& tensor) {
+      adapters.tensors.push_back(
+          ToFile(layer_name, parameter_name, tensor, adapter));
+    };
+    add(names.lora_A, adapter.lora_A);
+    add(names.lora_B, adapter.lora_B);
+    if (adapter.options.use_dora) add("lora_magnitude", adapter.lora_magnitude);
+    adapters.layers.push_back({name, adapter.options});
   }
   if (adapters.layers.empty()) {
     return absl::FailedPreconditionError(
-        "the model has no LoRA adapter: call EnableLoraTraining first");
+        absl::StrCat("the model has no LoRA adapter",
+                     adapter_name == kDefaultAdapter
+                         ? ""
+                         : absl::StrCat(" of the name '", adapter_name, "'"),
+                     ": call EnableLoraTraining first"));
+  }
+  const LoraAdapterOptions& first = adapters.first();
+  for (const AdapterEntry& layer : adapters.layers) {
+    if (layer.options.use_dora == first.use_dora &&
+        layer.options.use_rslora == first.use_rslora) {
+      continue;
+    }
+    return absl::FailedPreconditionError(absl::StrCat(
+        layer.layer_name, " has an adapter of another kind than ",
+        adapters.layers.front().layer_name,
+        ", which one file can't say: use_dora and use_rslora must be the same "
+        "for all"));
+  }
+  for (const NamedParameter& bias : TrainedBiases(model, adapter_name)) {
+    adapters.tensors.push_back(
+        {"base_model.model." + bias.name, bias.parameter});
   }
   return adapters;
 }
@@ -108,9 +190,9 @@ Json PatternOf(const std::vector<AdapterEntry>& layers, double common,
 }
 
 double RankOf(const AdapterEntry& layer) {
-  return static_cast<double>(layer.rank);
+  return static_cast<double>(layer.options.rank);
 }
-double AlphaOf(const AdapterEntry& layer) { return layer.alpha; }
+double AlphaOf(const AdapterEntry& layer) { return layer.options.alpha; }
 
 Json StringOrNull(const std::string& text) {
   return text.empty() ? Json(nullptr) : Json(text);
@@ -125,35 +207,35 @@ std::string ConfigText(const Adapters& adapters,
       StringOrNull(options.base_model_name_or_path);
   config["inference_mode"] = true;
   const AdapterEntry& first = adapters.layers.front();
-  config["r"] = first.rank;
-  config["lora_alpha"] = NumberOf(first.alpha);
+  config["r"] = first.options.rank;
+  config["lora_alpha"] = NumberOf(first.options.alpha);
   config["target_modules"] = ExactTargetPattern(adapters.layers);
-  config["lora_dropout"] = first.dropout;
-  config["bias"] = "none";
+  config["lora_dropout"] = first.options.dropout;
+  config["bias"] = BiasName(first.options.bias);
   config["fan_in_fan_out"] = false;
   config["init_lora_weights"] = true;
   config["modules_to_save"] = nullptr;
   config["rank_pattern"] = PatternOf(adapters.layers, RankOf(first), RankOf);
   config["alpha_pattern"] = PatternOf(adapters.layers, AlphaOf(first), AlphaOf);
-  config["use_dora"] = false;
-  config["use_rslora"] = false;
+  config["use_dora"] = first.options.use_dora;
+  config["use_rslora"] = first.options.use_rslora;
   return config.dump(2) + "\n";
 }
 
 absl::Status WriteTensors(const Adapters& adapters, const std::string& path) {
   std::vector<at::Tensor> on_cpu;  // keeps the data of the views alive
   std::vector<distributed::TensorView> views;
-  for (const Factor& factor : adapters.factors) {
-    on_cpu.push_back(factor.tensor.detach().to(at::kCPU).contiguous());
+  for (const FileTensor& item : adapters.tensors) {
+    on_cpu.push_back(item.tensor.detach().to(at::kCPU).contiguous());
     const at::Tensor& tensor = on_cpu.back();
     const auto dtype = distributed::ToTensorDtype(tensor.scalar_type());
     if (!dtype.has_value()) {
       return absl::FailedPreconditionError(absl::StrCat(
-          factor.key, " is of type ", c10::toString(tensor.scalar_type()),
+          item.key, " is of type ", c10::toString(tensor.scalar_type()),
           ", which the file format does not have"));
     }
     views.push_back(
-        {factor.key, *dtype, tensor.sizes().vec(), tensor.const_data_ptr()});
+        {item.key, *dtype, tensor.sizes().vec(), tensor.const_data_ptr()});
   }
   return distributed::WriteSafetensors(path, views, {{"format", "pt"}});
 }
@@ -234,10 +316,18 @@ absl::Status CheckConfig(const Json& config, const Adapters& adapters,
     return absl::FailedPreconditionError(
         absl::StrCat(path, ": peft_type is not LORA"));
   }
-  for (const char* variant : {"use_dora", "use_rslora", "use_qalora"}) {
-    if (is(variant, true)) {
-      return absl::FailedPreconditionError(
-          absl::StrCat(path, ": ", variant, " is not supported"));
+  if (is("use_qalora", true)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path, ": use_qalora is not supported"));
+  }
+  for (const auto& [variant, model_has_it] :
+       {std::make_pair("use_dora", adapters.first().use_dora),
+        std::make_pair("use_rslora", adapters.first().use_rslora)}) {
+    if (is(variant, true) != model_has_it) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          path, ": the adapter was saved with ", variant,
+          model_has_it ? ": false" : ": true", ", the model was enabled with ",
+          model_has_it ? "true" : "false"));
     }
   }
   LORA_ASSIGN_OR_RETURN(
@@ -248,12 +338,12 @@ absl::Status CheckConfig(const Json& config, const Adapters& adapters,
   for (const AdapterEntry& layer : adapters.layers) {
     const double saved_rank = rank.For(layer.layer_name);
     const double saved_alpha = alpha.For(layer.layer_name);
-    if (saved_rank == RankOf(layer) && saved_alpha == layer.alpha) continue;
+    if (saved_rank == RankOf(layer) && saved_alpha == AlphaOf(layer)) continue;
     return absl::FailedPreconditionError(
         absl::StrCat(path, ": the adapter of ", layer.layer_name,
                      " was saved with rank ", saved_rank, " and alpha ",
                      saved_alpha, ", the model was enabled with rank ",
-                     layer.rank, " and alpha ", layer.alpha));
+                     layer.options.rank, " and alpha ", AlphaOf(layer)));
   }
   return absl::OkStatus();
 }
@@ -268,19 +358,19 @@ absl::Status CheckTensors(const distributed::SafetensorsFile& file,
     const auto scalar_type = distributed::ToScalarType(dtype);
     return scalar_type.has_value() && at::isFloatingType(*scalar_type);
   };
-  for (const Factor& factor : adapters.factors) {
-    expected.insert(factor.key);
-    const distributed::TensorInfo* info = file.Find(factor.key);
+  for (const FileTensor& item : adapters.tensors) {
+    expected.insert(item.key);
+    const distributed::TensorInfo* info = file.Find(item.key);
     if (info == nullptr) {
-      problems.push_back(absl::StrCat("missing: ", factor.key));
-    } else if (factor.tensor.sizes() != at::IntArrayRef(info->shape)) {
+      problems.push_back(absl::StrCat("missing: ", item.key));
+    } else if (item.tensor.sizes() != at::IntArrayRef(info->shape)) {
       problems.push_back(absl::StrCat(
           "of shape [", absl::StrJoin(info->shape, ", "), "] instead of [",
-          absl::StrJoin(factor.tensor.sizes(), ", "), "]: ", factor.key));
+          absl::StrJoin(item.tensor.sizes(), ", "), "]: ", item.key));
     } else if (!is_floating(info->dtype)) {
       problems.push_back(absl::StrCat(
           "of type ", std::string(distributed::TensorDtypeName(info->dtype)),
-          ": ", factor.key));
+          ": ", item.key));
     }
   }
   for (const distributed::TensorInfo& info : file.tensors()) {
@@ -297,8 +387,8 @@ absl::Status CheckTensors(const distributed::SafetensorsFile& file,
 absl::StatusOr<std::vector<at::Tensor>> ReadTensors(
     const distributed::SafetensorsFile& file, const Adapters& adapters) {
   std::vector<at::Tensor> tensors;
-  for (const Factor& factor : adapters.factors) {
-    const distributed::TensorInfo& info = *file.Find(factor.key);
+  for (const FileTensor& item : adapters.tensors) {
+    const distributed::TensorInfo& info = *file.Find(item.key);
     at::Tensor tensor =
         at::empty(info.shape, distributed::ToScalarType(info.dtype).value());
     LORA_RETURN_IF_ERROR(
@@ -315,7 +405,9 @@ absl::StatusOr<std::vector<at::Tensor>> ReadTensors(
 absl::Status SaveAdapter(const torch::nn::Module& model,
                          const std::string& folder,
                          const SaveAdapterOptions& options) {
-  LORA_ASSIGN_OR_RETURN(const Adapters adapters, CollectAdapters(model));
+  LORA_ASSIGN_OR_RETURN(
+      const Adapters adapters,
+      CollectAdapters(model, options.adapter_name, Purpose::kSave));
   LORA_ASSIGN_OR_RETURN(distributed::internal::NewFolder new_folder,
                         distributed::internal::NewFolder::Create(folder));
   LORA_RETURN_IF_ERROR(WriteTensors(adapters, new_folder.PathOf(kTensorFile)));
@@ -324,8 +416,10 @@ absl::Status SaveAdapter(const torch::nn::Module& model,
   return new_folder.MoveIntoPlace();
 }
 
-absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder) {
-  LORA_ASSIGN_OR_RETURN(const Adapters adapters, CollectAdapters(model));
+absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder,
+                         const std::string& adapter_name) {
+  LORA_ASSIGN_OR_RETURN(const Adapters adapters,
+                        CollectAdapters(model, adapter_name, Purpose::kLoad));
   const std::string config_path = absl::StrCat(folder, "/", kConfigFile);
   LORA_ASSIGN_OR_RETURN(const Json config, ReadConfig(config_path));
   LORA_RETURN_IF_ERROR(CheckConfig(config, adapters, config_path));
@@ -337,7 +431,7 @@ absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder) {
                         ReadTensors(file, adapters));
   c10::NoGradGuard no_grad;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    adapters.factors[i].tensor.copy_(tensors[i]);
+    adapters.tensors[i].tensor.copy_(tensors[i]);
   }
   return absl::OkStatus();
 }

@@ -16,6 +16,7 @@
 
 #include "absl/status/status.h"
 #include "config/language_version.h"
+#include "lora/lora_adapter.h"
 
 namespace torch::nn {
 class Module;
@@ -29,6 +30,8 @@ struct SaveAdapterOptions {
   std::string base_model_name_or_path;
   // One of PEFT's, such as "CAUSAL_LM" or "FEATURE_EXTRACTION".
   std::string task_type;
+  // Which of the model's adapters; a file has one, without its name.
+  std::string adapter_name = kDefaultAdapter;
 };
 
 // Writes the adapters of `model`, in their dtype, to the new folder `folder`,
@@ -54,7 +57,8 @@ absl::Status SaveAdapter(const torch::nn::Module& model,
 //   kFailedPrecondition  the LoRA rank or alpha of a layer or the kind of
 //                        adapter differ from the model's, or the model has no
 //                        adapter
-absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder);
+absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder,
+                         const std::string& adapter_name = kDefaultAdapter);
 
 }  // namespace trainer_lora::lora
 

@@ -9,6 +9,7 @@
 
 #include "ATen/Functions.h"
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -59,10 +60,48 @@ std::optional<at::ScalarType> DtypeOf(config::AdapterDtype dtype) {
   return std::nullopt;
 }
 
+// Of the adapter `adapter_name` of `layer`, below the layer.
+std::vector<std::string> ParameterNames(const LoraLayer& layer,
+                                        const std::string& adapter_name,
+                                        bool use_dora) {
+  const std::string prefix = adapter_name == kDefaultAdapter
+                                 ? ""
+                                 : absl::StrCat("adapters.", adapter_name, ".");
+  const LoraLayer::FactorNames factors = layer.factor_names();
+  std::vector<std::string> names = {prefix + factors.lora_A,
+                                    prefix + factors.lora_B};
+  if (use_dora) names.push_back(prefix + "lora_magnitude");
+  return names;
+}
+
+// The initial value of this rank's part of a parameter.
+at::Tensor InitialValueOf(const LoraLayer& layer,
+                          const LoraInitialization& values,
+                          const std::string& full_name, int64_t rank,
+                          const at::Tensor& parameter) {
+  const auto value_of = [&](at::IntArrayRef global_shape,
+                            const distributed::TensorSlice& slice) {
+    return InitialLoraValue(values, full_name, global_shape,
+                            parameter.scalar_type(), slice);
+  };
+  const std::string name = full_name.substr(full_name.rfind('.') + 1);
+  const auto layout = layer.LayoutOf(name, rank);
+  if (!layout.has_value()) {
+    return value_of(parameter.sizes(),
+                    distributed::TensorSlice::Whole(parameter.sizes()));
+  }
+  std::vector<at::Tensor> parts;
+  for (const auto& slice : layout->SlicesOf(layout->layout.mesh->rank())) {
+    parts.push_back(value_of(layout->global_shape, slice));
+  }
+  return at::cat(parts);
+}
+
 // Allocates the adapter of one layer and, unless it is on meta, fills it with
 // its initial values.
 absl::StatusOr<LoraAdapter> MakeAdapter(const SelectedLayer& selected,
                                         const config::LoraConfig& config,
+                                        const std::string& adapter_name,
                                         const LoraInitialization& values) {
   const std::string& name = selected.names.front();
   LoraAdapterOptions options;
@@ -71,18 +110,24 @@ absl::StatusOr<LoraAdapter> MakeAdapter(const SelectedLayer& selected,
   options.alpha = selected.alpha;
   options.dropout = config.dropout;
   options.dtype = DtypeOf(config.adapter_dtype);
+  options.use_rslora = config.use_rslora;
+  options.use_dora = config.use_dora;
+  options.initialization = config.initialization;
+  options.bias = config.bias;
   absl::StatusOr<LoraAdapter> adapter = selected.layer->EmptyAdapter(options);
   if (!adapter.ok()) {
     return absl::Status(adapter.status().code(),
                         absl::StrCat(name, ": ", adapter.status().message()));
   }
-  for (const auto& [suffix, factor] :
-       {std::make_pair(".lora_A", adapter->lora_A),
-        std::make_pair(".lora_B", adapter->lora_B)}) {
-    if (factor.is_meta()) continue;  // The loader makes it.
-    factor.copy_(InitialLoraValue(
-        values, name + suffix, factor.sizes(), factor.scalar_type(),
-        distributed::TensorSlice::Whole(factor.sizes())));
+  const std::vector<at::Tensor> parameters = {adapter->lora_A, adapter->lora_B,
+                                              adapter->lora_magnitude};
+  const std::vector<std::string> names =
+      ParameterNames(*selected.layer, adapter_name, options.use_dora);
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (parameters[i].is_meta()) continue;  // The loader makes it.
+    parameters[i].copy_(InitialValueOf(*selected.layer, values,
+                                       absl::StrCat(name, ".", names[i]),
+                                       options.rank, parameters[i]));
   }
   return adapter;
 }
@@ -92,15 +137,7 @@ absl::StatusOr<distributed::KeyAliases> MakeAliases(
     const std::vector<SelectedLayer>& layers) {
   distributed::KeyAliases aliases;
   for (const SelectedLayer& selected : layers) {
-    std::vector<std::string> states;
-    // Most layers have no children, and the walk below them is not free.
-    const bool recurse = !selected.layer->children().empty();
-    for (const auto& item : selected.layer->named_parameters(recurse)) {
-      states.push_back(item.key());
-    }
-    for (const auto& item : selected.layer->named_buffers(recurse)) {
-      states.push_back(item.key());
-    }
+    const std::vector<std::string> states = selected.layer->base_state_names();
     for (const std::string& name : selected.names) {
       for (const std::string& state : states) {
         LORA_RETURN_IF_ERROR(
@@ -114,22 +151,37 @@ absl::StatusOr<distributed::KeyAliases> MakeAliases(
 
 // From each name of each adapter parameter to the first.
 std::map<std::string, std::string> AdapterParameterNames(
-    const std::vector<SelectedLayer>& layers) {
+    const std::vector<SelectedLayer>& layers, const std::string& adapter_name,
+    bool use_dora) {
   std::map<std::string, std::string> names;
   for (const SelectedLayer& selected : layers) {
-    for (const std::string& name : selected.names) {
-      for (const char* suffix : {".lora_A", ".lora_B"}) {
-        names[name + suffix] = selected.names.front() + suffix;
+    for (const std::string& parameter :
+         ParameterNames(*selected.layer, adapter_name, use_dora)) {
+      for (const std::string& name : selected.names) {
+        names[absl::StrCat(name, ".", parameter)] =
+            absl::StrCat(selected.names.front(), ".", parameter);
       }
     }
   }
   return names;
 }
 
+// The number of elements that the whole parameter has for each of the ranks.
+int64_t FeaturesOf(const LoraLayer& layer, const char* name,
+                   const std::vector<int64_t>& local_shape, int64_t rank) {
+  const auto layout = layer.LayoutOf(name, rank);
+  return c10::multiply_integers(layout ? layout->global_shape : local_shape) /
+         rank;
+}
+
 void WarnOfLargeRanks(const std::vector<SelectedLayer>& layers) {
   for (const SelectedLayer& selected : layers) {
-    const int64_t full_rank =
-        std::min(selected.layer->in_features(), selected.layer->out_features());
+    const auto shapes = selected.layer->adapter_shapes(selected.rank);
+    const auto names = selected.layer->factor_names();
+    const int64_t full_rank = std::min(
+        FeaturesOf(*selected.layer, names.lora_A, shapes.lora_A, selected.rank),
+        FeaturesOf(*selected.layer, names.lora_B, shapes.lora_B,
+                   selected.rank));
     if (selected.rank > full_rank) {
       Log().Warning(absl::StrCat(selected.names.front(), ": the LoRA rank ",
                                  selected.rank, " is larger than ", full_rank,
@@ -159,7 +211,8 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
   LORA_RETURN_IF_ERROR(config.Validate());
   LORA_ASSIGN_OR_RETURN(
       const internal::LayerSelection selection,
-      internal::SelectLayers(model, config, options.architecture_exclusions));
+      internal::SelectLayers(model, config, options.architecture_exclusions,
+                             options.adapter_name));
   if (!options.prepare_for_fsdp) {
     LORA_RETURN_IF_ERROR(CheckMaterialized(
         model,
@@ -171,22 +224,29 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
                                           config.initialization};
   std::vector<LoraAdapter> adapters;
   for (const SelectedLayer& selected : selection.layers) {
-    LORA_ASSIGN_OR_RETURN(LoraAdapter adapter,
-                          MakeAdapter(selected, config, initialization));
+    LORA_ASSIGN_OR_RETURN(
+        LoraAdapter adapter,
+        MakeAdapter(selected, config, options.adapter_name, initialization));
     adapters.push_back(std::move(adapter));
   }
   LoraTraining training;
   LORA_ASSIGN_OR_RETURN(training.checkpoint_key_aliases,
                         MakeAliases(selection.layers));
   training.missing_parameter_initializer = MakeLoraParameterInitializer(
-      initialization, AdapterParameterNames(selection.layers));
+      initialization,
+      AdapterParameterNames(selection.layers, options.adapter_name,
+                            config.use_dora));
 
   // Nothing fails from here on.
   for (const std::string& warning : selection.warnings) Log().Warning(warning);
   WarnOfLargeRanks(selection.layers);
   Freeze(model);
+  for (const auto& item : LoraLayers(model)) {
+    LORA_RETURN_IF_ERROR(item.layer->SetActiveAdapters({}));
+  }
   for (size_t i = 0; i < adapters.size(); ++i) {
-    LORA_RETURN_IF_ERROR(selection.layers[i].layer->AdoptAdapter(adapters[i]));
+    LORA_RETURN_IF_ERROR(selection.layers[i].layer->AdoptAdapter(
+        adapters[i], options.adapter_name));
     training.layer_names.push_back(selection.layers[i].names.front());
   }
   if (!options.prepare_for_fsdp) {
@@ -199,20 +259,28 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
 }
 
 absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model) {
-  std::vector<at::Tensor> adapter_parameters;
+  std::vector<LoraLayer*> layers;
+  std::set<std::string> adapter_names;
+  std::vector<at::Tensor> trained;
   for (const auto& [name, layer] : LoraLayers(model)) {
-    if (!layer->is_adapted()) continue;
-    const at::Tensor lora_A = layer->lora_A();
-    const at::Tensor lora_B = layer->lora_B();
-    if (!lora_A.defined() || !lora_B.defined()) {
+    if (layer->active_adapters().empty()) continue;
+    if (layer->is_merged()) {
       return absl::FailedPreconditionError(
-          absl::StrCat(name, " has lost its adapter parameter ",
-                       lora_A.defined() ? "lora_B" : "lora_A"));
+          absl::StrCat(name, " is merged: unmerge it before it is trained"));
     }
-    adapter_parameters.push_back(lora_A);
-    adapter_parameters.push_back(lora_B);
+    for (const ActiveAdapter& active : layer->active_adapters()) {
+      adapter_names.insert(active.name);
+      for (const auto& item : layer->AdapterParameters(active.name)) {
+        if (!item.parameter.defined()) {
+          return absl::FailedPreconditionError(absl::StrCat(
+              name, " has lost its adapter parameter ", item.name));
+        }
+        trained.push_back(item.parameter);
+      }
+    }
+    layers.push_back(layer);
   }
-  if (adapter_parameters.empty()) {
+  if (layers.empty()) {
     return absl::InvalidArgumentError(
         "no layer of the model has a LoRA adapter: call EnableLoraTraining "
         "before loading the base weights");
@@ -221,12 +289,47 @@ absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model) {
       model,
       "load the base weights with the aliases and the missing-parameter "
       "initializer that EnableLoraTraining returned"));
+  for (LoraLayer* layer : layers) {
+    LORA_RETURN_IF_ERROR(layer->InitializeFromBase());
+  }
+  for (const std::string& adapter_name : adapter_names) {
+    for (const auto& bias : TrainedBiases(model, adapter_name)) {
+      trained.push_back(bias.parameter);
+    }
+  }
   Freeze(model);
-  for (const at::Tensor& parameter : adapter_parameters) {
+  for (const at::Tensor& parameter : trained) {
     parameter.set_requires_grad(true);
   }
   model.train();
-  return static_cast<int64_t>(adapter_parameters.size() / 2);
+  return static_cast<int64_t>(layers.size());
+}
+
+std::vector<NamedParameter> TrainedBiases(const torch::nn::Module& model,
+                                          absl::string_view adapter_name) {
+  std::vector<NamedParameter> of_layers;
+  bool all = false;
+  for (const auto& [name, layer] : LoraLayers(model)) {
+    if (!layer->HasAdapter(adapter_name)) continue;
+    const config::BiasTraining training =
+        layer->adapter(adapter_name).options.bias;
+    all = all || training == config::BiasTraining::kAll;
+    const at::Tensor bias = layer->state("bias");
+    if (training == config::BiasTraining::kLoraOnly && bias.defined()) {
+      of_layers.push_back({absl::StrCat(name, ".base_layer.bias"), bias});
+    }
+  }
+  if (!all) return of_layers;
+  std::vector<NamedParameter> of_model;
+  std::set<const c10::TensorImpl*> seen;
+  for (const auto& item : model.named_parameters()) {
+    const bool is_bias =
+        item.key() == "bias" || absl::EndsWith(item.key(), ".bias");
+    if (is_bias && seen.insert(item.value().unsafeGetTensorImpl()).second) {
+      of_model.push_back({item.key(), item.value()});
+    }
+  }
+  return of_model;
 }
 
 std::vector<NamedParameter> TrainableParameters(

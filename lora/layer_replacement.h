@@ -27,6 +27,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "config/language_version.h"
 #include "distributed/checkpoint/key_aliases.h"
 #include "distributed/checkpoint/missing_parameter_initializer.h"
@@ -50,6 +51,9 @@ struct LoraTrainingOptions {
   bool prepare_for_fsdp = false;
   // Empty, or the role: two roles with one seed then start differently.
   std::string initialization_scope;
+  // Of the adapter: several may live on one model (lora/active_adapters.h), and
+  // the new one alone is active afterwards, and trained. Not empty, no dots.
+  std::string adapter_name = kDefaultAdapter;
   // What the model's architecture never adapts, whatever the configuration
   // says: modules whose name contains one of these, none of which is empty.
   std::vector<std::string> architecture_exclusions;
@@ -101,20 +105,33 @@ std::vector<NamedLoraLayer> LoraLayers(const torch::nn::Module& model);
 //   kInvalidArgument     `config` is disabled or not valid, no layer is
 //                        selected, or a pattern for ranks or alphas has no
 //                        effect
-//   kFailedPrecondition  a layer of the model has an adapter already; the model
-//                        is on the meta device and prepare_for_fsdp is false
+//   kFailedPrecondition  a layer of the model has an adapter of this name
+//                        already, or is merged; the model is on the meta device
+//                        and prepare_for_fsdp is false; DoRA on a layer that
+//                        has no weight for it
 //   kResourceExhausted   no memory for the adapters
 absl::StatusOr<LoraTraining> EnableLoraTraining(
     torch::nn::Module& model, const config::LoraConfig& config,
     const LoraTrainingOptions& options = {});
 
-// After loading: freezes every parameter but the adapters', which start to
-// require grad, and puts the model in train mode. Returns the number of adapted
-// layers. Errors, which leave the model as it was:
-//   kInvalidArgument     the model has no adapted layer
-//   kFailedPrecondition  an adapted layer lacks a factor, or a parameter is
-//                        still on the meta device
+// After loading: freezes every parameter but those of active adapters and the
+// biases that are trained with them, which start to require grad; starts what
+// starts from the base weights (LoraLayer::InitializeFromBase); and puts the
+// model in train mode. Returns the number of layers with an active adapter.
+// With DoRA on layers that are split over ranks along their input, collective
+// over these. Errors, which leave the model as it was, but for kInternal:
+//   kInvalidArgument     no layer of the model has an active adapter
+//   kFailedPrecondition  an adapted layer lacks a parameter or is merged, or a
+//                        parameter is still on the meta device
+//   kInternal            PiSSA could not decompose a weight
 absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model);
+
+// The biases that are trained with an adapter, as its configuration's `bias`
+// says, each once under its first name: those of the layers that have it, or
+// all parameters of the model that are called bias.
+std::vector<NamedParameter> TrainedBiases(
+    const torch::nn::Module& model,
+    absl::string_view adapter_name = kDefaultAdapter);
 
 // The parameters that require grad, each once under its first name, in the
 // model's order: what an optimizer should get. (torch::nn::Module::parameters()

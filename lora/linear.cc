@@ -29,7 +29,7 @@ void ReplicatedLinearImpl::reset_parameters() {
 }
 
 at::Tensor ReplicatedLinearImpl::forward(const at::Tensor& input) {
-  return AddAdapter(input, at::linear(input, weight(), bias()));
+  return LinearWithAdapter(input, weight(), bias());
 }
 
 void ReplicatedLinearImpl::pretty_print(std::ostream& stream) const {
@@ -37,9 +37,7 @@ void ReplicatedLinearImpl::pretty_print(std::ostream& stream) const {
          << "trainer_lora::lora::ReplicatedLinear(in_features=" << in_features()
          << ", out_features=" << out_features()
          << ", bias=" << bias().defined();
-  if (is_adapted()) {
-    stream << ", lora_rank=" << lora_rank() << ", lora_alpha=" << lora_alpha();
-  }
+  PrintAdapters(stream);
   stream << ")";
 }
 

@@ -1,18 +1,25 @@
 #include "lora/lora_adapter.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "ATen/Functions.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "c10/core/GradMode.h"
+#include "c10/util/Exception.h"
+#include "config/internal/status_macros.h"
+#include "lora/dora.h"
+#include "lora/lora_matmul.h"
 
 namespace trainer_lora::lora {
 namespace {
 
 constexpr char kBaseLayer[] = "base_layer";
-constexpr char kLoraA[] = "lora_A";
-constexpr char kLoraB[] = "lora_B";
+constexpr char kAdapters[] = "adapters";
+constexpr char kMagnitude[] = "lora_magnitude";
 
 // A copy that shares no memory, on `device` if one is given.
 at::Tensor CopyOf(const at::Tensor& tensor,
@@ -39,18 +46,55 @@ void RegisterCopies(const torch::nn::Module& source,
   target.train(source.is_training());
 }
 
+at::IntArrayRef Shape(const std::vector<int64_t>& shape) { return shape; }
+
+std::string ShapeString(at::IntArrayRef shape) {
+  return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
+}
+
+// A factor as a matrix.
+at::Tensor AsMatrix(const at::Tensor& factor) { return factor.flatten(1); }
+
+bool StartsFromBase(const LoraAdapterOptions& options) {
+  return options.initialization == config::AdapterInitialization::kPissa ||
+         options.initialization == config::AdapterInitialization::kOlora;
+}
+
+// What LoraLayer::InitializeFromBase() takes out of a weight.
+struct Factors {
+  at::Tensor a;
+  at::Tensor b;
+};
+
+Factors PissaFactors(const at::Tensor& weight, int64_t rank, double scale) {
+  const auto [u, s, vh] = at::linalg_svd(weight, /*full_matrices=*/false);
+  const at::Tensor roots = at::sqrt(s.narrow(0, 0, rank) / scale);
+  return {roots.unsqueeze(1) * vh.narrow(0, 0, rank),
+          u.narrow(1, 0, rank) * roots};
+}
+
+Factors OloraFactors(const at::Tensor& weight, int64_t rank) {
+  const auto [q, r] = at::linalg_qr(weight);
+  return {r.narrow(0, 0, rank), q.narrow(1, 0, rank)};
+}
+
+at::ScalarType MergeType(const at::Tensor& weight) {
+  return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 }  // namespace
 
-// What an adapted layer had registered before adoption.
-class LoraLayer::BaseLayer : public torch::nn::Module {
+// A module that has what others registered: the base layer, and the parameters
+// of a named adapter.
+class LoraLayer::StateModule : public torch::nn::Module {
  public:
-  BaseLayer() : Module("BaseLayer") {}
+  using Module::Module;
 
   // Takes over the registrations of `layer`, which shares them until it is
   // cleared.
-  static std::shared_ptr<BaseLayer> ShareStateOf(
+  static std::shared_ptr<StateModule> ShareStateOf(
       const torch::nn::Module& layer) {
-    auto base_layer = std::make_shared<BaseLayer>();
+    auto base_layer = std::make_shared<StateModule>("BaseLayer");
     for (const auto& item : layer.named_parameters(/*recurse=*/false)) {
       base_layer->register_parameter(item.key(), item.value(),
                                      item.value().requires_grad());
@@ -67,7 +111,7 @@ class LoraLayer::BaseLayer : public torch::nn::Module {
 
   std::shared_ptr<Module> clone(
       const std::optional<at::Device>& device = std::nullopt) const override {
-    auto copy = std::make_shared<BaseLayer>();
+    auto copy = std::make_shared<StateModule>(name());
     RegisterCopies(*this, device, *copy);
     return copy;
   }
@@ -75,7 +119,18 @@ class LoraLayer::BaseLayer : public torch::nn::Module {
   const at::Tensor* FindParameter(const std::string& name) const {
     return parameters_.find(name);
   }
+
+  std::shared_ptr<StateModule> Child(const std::string& name) const {
+    return std::static_pointer_cast<StateModule>(named_children()[name]);
+  }
 };
+
+double LoraAdapterOptions::Scale() const {
+  const auto r = static_cast<double>(rank);
+  return alpha / (use_rslora ? std::sqrt(r) : r);
+}
+
+// --- What a layer says of itself ---------------------------------------------
 
 at::TensorOptions LoraLayer::adapter_options() const {
   const at::Tensor weight = state("weight");
@@ -84,12 +139,40 @@ at::TensorOptions LoraLayer::adapter_options() const {
   return at::TensorOptions().dtype(weight.dtype()).device(weight.device());
 }
 
+LoraLayer::AdapterShapes LoraLayer::adapter_shapes(int64_t rank) const {
+  return {{rank, in_features()}, {out_features(), rank}, {out_features()}};
+}
+
+std::optional<distributed::StateLayout> LoraLayer::LayoutOf(absl::string_view,
+                                                            int64_t) const {
+  return std::nullopt;
+}
+
+at::Tensor LoraLayer::WeightMatrix() const {
+  const at::Tensor weight = state("weight");
+  if (!weight.defined() || !weight.is_floating_point() || weight.dim() < 2) {
+    return at::Tensor();
+  }
+  return AsMatrix(weight);
+}
+
+at::Tensor LoraLayer::WeightFromMatrix(const at::Tensor& matrix) const {
+  return matrix.view(state("weight").sizes());
+}
+
+// --- Adapters ----------------------------------------------------------------
+
+absl::StatusOr<LoraLayer::AdapterShapes> LoraLayer::CheckedShapes(
+    int64_t rank) const {
+  try {
+    return adapter_shapes(rank);
+  } catch (const c10::Error& error) {
+    return absl::InvalidArgumentError(error.what_without_backtrace());
+  }
+}
+
 absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
     const LoraAdapterOptions& options) const {
-  if (is_adapted()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(DisplayName(), " has a LoRA adapter already"));
-  }
   if (options.rank <= 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("the LoRA rank must be > 0, got ", options.rank));
@@ -103,7 +186,18 @@ absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
         absl::StrCat("the LoRA dropout must be at least 0 and below 1, got ",
                      options.dropout));
   }
+  LORA_ASSIGN_OR_RETURN(const AdapterShapes shapes,
+                        CheckedShapes(options.rank));
   try {
+    if (options.use_dora && !WeightMatrix().defined()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "DoRA needs the norms of a base weight that is a matrix of a "
+          "floating point type, which ",
+          name(), " does not have: override WeightMatrix(), or exclude it"));
+    }
+    if (StartsFromBase(options)) {
+      LORA_RETURN_IF_ERROR(CheckCanDecompose(options.rank));
+    }
     at::TensorOptions tensor_options = adapter_options();
     if (options.dtype) tensor_options = tensor_options.dtype(*options.dtype);
     if (!at::isFloatingType(
@@ -114,9 +208,11 @@ absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
           "override adapter_options() of ",
           name()));
     }
-    return LoraAdapter{
-        options, at::empty({options.rank, in_features()}, tensor_options),
-        at::empty({out_features(), options.rank}, tensor_options)};
+    return LoraAdapter{options, at::empty(shapes.lora_A, tensor_options),
+                       at::empty(shapes.lora_B, tensor_options),
+                       options.use_dora
+                           ? at::empty(shapes.lora_magnitude, tensor_options)
+                           : at::Tensor()};
   } catch (const c10::OutOfMemoryError& error) {
     return absl::ResourceExhaustedError(error.what_without_backtrace());
   } catch (const c10::Error& error) {
@@ -124,51 +220,174 @@ absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
   }
 }
 
-absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter) {
-  if (is_adapted()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(DisplayName(), " has a LoRA adapter already"));
+absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter,
+                                     const std::string& name) {
+  if (HasAdapter(name)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        DisplayName(), " has a LoRA adapter ",
+        name == kDefaultAdapter ? "" : absl::StrCat(name, " "), "already"));
   }
-  const int64_t rank = adapter.options.rank;
-  if (adapter.lora_A.sizes() != at::IntArrayRef{rank, in_features()} ||
-      adapter.lora_B.sizes() != at::IntArrayRef{out_features(), rank}) {
+  if (is_merged()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        DisplayName(), " is merged: unmerge it before it gets an adapter"));
+  }
+  if (name.empty() || absl::StrContains(name, '.')) {
     return absl::InvalidArgumentError(absl::StrCat(
-        DisplayName(), " wants lora_A of shape [", rank, ", ", in_features(),
-        "] and lora_B of shape [", out_features(), ", ", rank, "]"));
+        "the name of an adapter is not empty and has no dot, got '", name,
+        "'"));
   }
-  auto base_layer = BaseLayer::ShareStateOf(*this);
-  // Module has no way to take back a buffer, so the registrations are built
-  // aside and replaced as a whole.
-  torch::nn::Module adapted;
-  adapted.register_parameter(kLoraA, adapter.lora_A, /*requires_grad=*/true);
-  adapted.register_parameter(kLoraB, adapter.lora_B, /*requires_grad=*/true);
-  adapted.register_module(kBaseLayer, base_layer);
-  adapted.train(is_training());
-  static_cast<torch::nn::Module&>(*this) = std::move(adapted);
-  base_layer_ = std::move(base_layer);
-  adapter_ = adapter.options;
+  const LoraAdapterOptions& options = adapter.options;
+  LORA_ASSIGN_OR_RETURN(const AdapterShapes shapes,
+                        CheckedShapes(options.rank));
+  if (adapter.lora_A.sizes() != Shape(shapes.lora_A) ||
+      adapter.lora_B.sizes() != Shape(shapes.lora_B)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        DisplayName(), " wants lora_A of shape ", ShapeString(shapes.lora_A),
+        " and lora_B of shape ", ShapeString(shapes.lora_B)));
+  }
+  if (options.use_dora != adapter.lora_magnitude.defined() ||
+      (options.use_dora &&
+       adapter.lora_magnitude.sizes() != Shape(shapes.lora_magnitude))) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(DisplayName(), " wants lora_magnitude of shape ",
+                     ShapeString(shapes.lora_magnitude), " with DoRA alone"));
+  }
+
+  const auto register_factors = [&](torch::nn::Module& owner) {
+    const FactorNames names = factor_names();
+    owner.register_parameter(names.lora_A, adapter.lora_A);
+    owner.register_parameter(names.lora_B, adapter.lora_B);
+    if (options.use_dora) {
+      owner.register_parameter(kMagnitude, adapter.lora_magnitude);
+    }
+  };
+  Slot slot;
+  slot.name = name;
+  slot.options = options;
+  if (name != kDefaultAdapter) {
+    slot.module = std::make_shared<StateModule>("LoraAdapter");
+    register_factors(*slot.module);
+    slot.module->train(is_training());
+  }
+  if (!is_adapted()) {
+    auto base_layer = StateModule::ShareStateOf(*this);
+    // Module has no way to take back a buffer, so the registrations are built
+    // aside and replaced as a whole.
+    torch::nn::Module adapted;
+    if (name == kDefaultAdapter) register_factors(adapted);
+    adapted.register_module(kBaseLayer, base_layer);
+    adapted.train(is_training());
+    static_cast<torch::nn::Module&>(*this) = std::move(adapted);
+    base_layer_ = std::move(base_layer);
+  } else if (name == kDefaultAdapter) {
+    register_factors(*this);
+  }
+  if (name != kDefaultAdapter) {
+    if (adapters_ == nullptr) {
+      adapters_ = std::make_shared<StateModule>("LoraAdapters");
+      register_module(kAdapters, adapters_);
+    }
+    adapters_->register_module(name, slot.module);
+  }
+  slots_.push_back(std::move(slot));
+  active_ = {{name}};
   return absl::OkStatus();
 }
 
 std::string LoraLayer::DisplayName() const {
-  return adapter_.layer_name.empty() ? name() : adapter_.layer_name;
+  for (const Slot& slot : slots_) {
+    if (!slot.options.layer_name.empty()) return slot.options.layer_name;
+  }
+  return name();
+}
+
+void LoraLayer::PrintAdapters(std::ostream& stream) const {
+  for (const Slot& slot : slots_) {
+    const std::string prefix = slot.name == kDefaultAdapter
+                                   ? ", "
+                                   : absl::StrCat(", ", slot.name, ".");
+    stream << prefix << "lora_rank=" << slot.options.rank << prefix
+           << "lora_alpha=" << slot.options.alpha;
+  }
+}
+
+const LoraLayer::Slot* LoraLayer::FindSlot(absl::string_view name) const {
+  for (const Slot& slot : slots_) {
+    if (slot.name == name) return &slot;
+  }
+  return nullptr;
+}
+
+bool LoraLayer::HasAdapter(absl::string_view name) const {
+  return FindSlot(name) != nullptr;
+}
+
+std::vector<std::string> LoraLayer::adapter_names() const {
+  std::vector<std::string> names;
+  for (const Slot& slot : slots_) names.push_back(slot.name);
+  return names;
+}
+
+at::Tensor LoraLayer::SlotParameter(const Slot& slot,
+                                    const std::string& name) const {
+  const at::Tensor* parameter = slot.module == nullptr
+                                    ? parameters_.find(name)
+                                    : slot.module->FindParameter(name);
+  return parameter == nullptr ? at::Tensor() : *parameter;
+}
+
+LoraAdapter LoraLayer::adapter(absl::string_view name) const {
+  const Slot* slot = FindSlot(name);
+  TORCH_CHECK(slot != nullptr, DisplayName(), " has no LoRA adapter ",
+              std::string(name));
+  const FactorNames names = factor_names();
+  return {
+      slot->options, SlotParameter(*slot, names.lora_A),
+      SlotParameter(*slot, names.lora_B),
+      slot->options.use_dora ? SlotParameter(*slot, kMagnitude) : at::Tensor()};
+}
+
+std::vector<AdapterParameter> LoraLayer::AdapterParameters(
+    absl::string_view name) const {
+  const LoraAdapter adapter = this->adapter(name);
+  const std::string prefix =
+      name == kDefaultAdapter ? "" : absl::StrCat(kAdapters, ".", name, ".");
+  std::vector<AdapterParameter> parameters;
+  const auto add = [&](const char* parameter_name,
+                       const at::Tensor& parameter) {
+    parameters.push_back(
+        {absl::StrCat(prefix, parameter_name), parameter,
+         ParameterLayoutOf(parameter_name, adapter.options.rank)});
+  };
+  const FactorNames names = factor_names();
+  add(names.lora_A, adapter.lora_A);
+  add(names.lora_B, adapter.lora_B);
+  if (adapter.options.use_dora) add(kMagnitude, adapter.lora_magnitude);
+  return parameters;
+}
+
+std::vector<std::string> LoraLayer::base_state_names() const {
+  const torch::nn::Module& owner =
+      is_adapted() ? static_cast<const torch::nn::Module&>(*base_layer_)
+                   : *this;
+  // Most layers have no children, and the walk below them is not free.
+  const bool recurse = !owner.children().empty();
+  std::vector<std::string> names;
+  for (const auto& item : owner.named_parameters(recurse)) {
+    names.push_back(item.key());
+  }
+  for (const auto& item : owner.named_buffers(recurse)) {
+    names.push_back(item.key());
+  }
+  return names;
 }
 
 at::Tensor LoraLayer::lora_A() const {
-  const at::Tensor* tensor = is_adapted() ? parameters_.find(kLoraA) : nullptr;
-  return tensor == nullptr ? at::Tensor() : *tensor;
+  return HasAdapter(kDefaultAdapter) ? adapter().lora_A : at::Tensor();
 }
 
 at::Tensor LoraLayer::lora_B() const {
-  const at::Tensor* tensor = is_adapted() ? parameters_.find(kLoraB) : nullptr;
-  return tensor == nullptr ? at::Tensor() : *tensor;
-}
-
-void LoraLayer::set_lora_layouts(
-    std::optional<distributed::ParameterLayout> lora_A_layout,
-    std::optional<distributed::ParameterLayout> lora_B_layout) {
-  lora_A_layout_ = std::move(lora_A_layout);
-  lora_B_layout_ = std::move(lora_B_layout);
+  return HasAdapter(kDefaultAdapter) ? adapter().lora_B : at::Tensor();
 }
 
 at::Tensor LoraLayer::state(const std::string& name) const {
@@ -183,30 +402,323 @@ at::Tensor LoraLayer::state(const std::string& name) const {
   return buffer == nullptr ? at::Tensor() : *buffer;
 }
 
-at::Tensor LoraLayer::AddAdapter(const at::Tensor& input,
-                                 const at::Tensor& base_output) const {
+absl::Status LoraLayer::SetActiveAdapters(std::vector<ActiveAdapter> active) {
+  if (is_merged()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        DisplayName(),
+        " is merged: unmerge it before other adapters are chosen"));
+  }
+  for (size_t i = 0; i < active.size(); ++i) {
+    const std::string& name = active[i].name;
+    if (!HasAdapter(name)) {
+      return absl::NotFoundError(
+          absl::StrCat(DisplayName(), " has no LoRA adapter '", name,
+                       "', but [", absl::StrJoin(adapter_names(), ", "), "]"));
+    }
+    for (size_t j = 0; j < i; ++j) {
+      if (active[j].name == name) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "the adapter '", name, "' is listed twice: add its weights"));
+      }
+    }
+    if (!std::isfinite(active[i].weight)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the weight of the adapter '", name,
+                       "' must be finite, got ", active[i].weight));
+    }
+  }
+  active_ = std::move(active);
+  return absl::OkStatus();
+}
+
+std::optional<distributed::ParameterLayout> LoraLayer::ParameterLayoutOf(
+    absl::string_view name, int64_t rank) const {
+  if (auto layout = LayoutOf(name, rank)) return std::move(layout->layout);
+  return replicated_layout_;
+}
+
+// --- Forward -----------------------------------------------------------------
+
+void LoraLayer::CheckUsable(const LoraAdapter& adapter,
+                            const at::Tensor& input) const {
+  const bool has_all =
+      adapter.lora_A.defined() && adapter.lora_B.defined() &&
+      adapter.options.use_dora == adapter.lora_magnitude.defined();
+  TORCH_CHECK(has_all, DisplayName(),
+              ": the LoRA adapter has lost its parameters");
+  TORCH_CHECK((!adapter.lora_A.is_meta() && !adapter.lora_B.is_meta()) ||
+                  input.is_meta(),
+              DisplayName(),
+              ": the LoRA adapter is still on the meta device: load the model "
+              "with the missing-parameter initializer of EnableLoraTraining "
+              "before its first use");
+}
+
+bool LoraLayer::UsesAdapters(const at::Tensor& input,
+                             const at::Tensor& base_output) const {
   // A linear operator takes a weight on meta without a word, and the loss would
   // be without a value.
   TORCH_CHECK(!base_output.is_meta() || input.is_meta(), DisplayName(),
               " is still on the meta device: load the weights of the model "
               "before its first use");
-  if (!is_adapted()) return base_output;
-  const at::Tensor a = lora_A();
-  const at::Tensor b = lora_B();
-  TORCH_CHECK(a.defined() && b.defined(), DisplayName(),
-              ": the LoRA adapter has lost its factors");
-  TORCH_CHECK((!a.is_meta() && !b.is_meta()) || input.is_meta(), DisplayName(),
-              ": the LoRA adapter is still on the meta device: load the model "
-              "with the missing-parameter initializer of EnableLoraTraining "
-              "before its first use");
-  at::Tensor adapter_input = input.to(a.scalar_type());
-  if (adapter_.dropout > 0 && is_training()) {
-    adapter_input =
-        at::dropout(adapter_input, adapter_.dropout, /*train=*/true);
+  if (is_merged()) {
+    TORCH_CHECK(!is_training() || !c10::GradMode::is_enabled(), DisplayName(),
+                " is merged, and its adapter would not be trained: unmerge it, "
+                "or call eval()");
+    return false;
   }
-  const at::Tensor delta = at::linear(at::linear(adapter_input, a), b);
-  return at::add(base_output, delta.to(base_output.scalar_type()),
-                 adapter_.alpha / static_cast<double>(adapter_.rank));
+  for (const ActiveAdapter& active : active_) {
+    CheckUsable(adapter(active.name), input);
+  }
+  return !active_.empty();
+}
+
+double LoraLayer::DropoutOf(const LoraAdapter& adapter,
+                            const at::Tensor& input) const {
+  // Indices have nothing to drop.
+  const bool drops = is_training() && input.is_floating_point();
+  return drops ? adapter.options.dropout : 0;
+}
+
+at::Tensor LoraLayer::LinearWithAdapter(const at::Tensor& input,
+                                        const at::Tensor& weight,
+                                        const at::Tensor& bias) const {
+  if (!UsesAdapters(input, weight)) return at::linear(input, weight, bias);
+  if (active_.size() > 1)
+    return AddAdapter(input, at::linear(input, weight, bias));
+  const LoraAdapter adapter = this->adapter(active_[0].name);
+  const double scale = adapter.options.Scale();
+  const double dropout = DropoutOf(adapter, input);
+  LoraMatmulTerm term{weight, bias, adapter.lora_A, adapter.lora_B, scale};
+  if (!adapter.options.use_dora) {
+    term.scale *= active_[0].weight;
+    term.dropout = dropout;
+    return LoraMatmul(input, term);
+  }
+  if (dropout > 0 || active_[0].weight != 1) {
+    return AddAdapter(input, at::linear(input, weight, bias));
+  }
+  term.bias = at::Tensor();
+  const at::Tensor output =
+      LoraMatmul(input, term) * DoraScale(adapter).to(weight.scalar_type());
+  return bias.defined() ? output + bias : output;
+}
+
+at::Tensor LoraLayer::AddAdapter(const at::Tensor& input,
+                                 const at::Tensor& base_output) const {
+  if (!UsesAdapters(input, base_output)) return base_output;
+  at::Tensor output = base_output;
+  for (const ActiveAdapter& active : active_) {
+    const LoraAdapter adapter = this->adapter(active.name);
+    output = adapter.options.use_dora
+                 ? AddDora(output, base_output, input, adapter, active.weight)
+                 : AddProduct(output, input, adapter,
+                              active.weight * adapter.options.Scale(),
+                              DropoutOf(adapter, input));
+  }
+  return output;
+}
+
+at::Tensor LoraLayer::AddProduct(const at::Tensor& base_output,
+                                 const at::Tensor& input,
+                                 const LoraAdapter& adapter, double scale,
+                                 double dropout) const {
+  return LoraAdd(base_output, input, adapter.lora_A, adapter.lora_B, scale,
+                 dropout);
+}
+
+at::Tensor LoraLayer::BaseWithoutBias(const at::Tensor& input) const {
+  return at::linear(input, WeightMatrix().to(input.scalar_type()));
+}
+
+at::Tensor LoraLayer::AlongOutput(const at::Tensor& values) const {
+  return values;
+}
+
+at::Tensor LoraLayer::SumOverInputRanks(const at::Tensor& values) const {
+  return values;
+}
+
+at::Tensor LoraLayer::DoraNorms(const LoraAdapter& adapter) const {
+  return SumOverInputRanks(DoraSquaredNorms(WeightMatrix(),
+                                            AsMatrix(adapter.lora_A),
+                                            AsMatrix(adapter.lora_B),
+                                            adapter.options.Scale()))
+      .sqrt();
+}
+
+at::Tensor LoraLayer::DoraScale(const LoraAdapter& adapter) const {
+  return adapter.lora_magnitude / DoraNorms(adapter);
+}
+
+at::Tensor LoraLayer::AddDora(const at::Tensor& output,
+                              const at::Tensor& base_output,
+                              const at::Tensor& input,
+                              const LoraAdapter& adapter, double weight) const {
+  const double dropout = DropoutOf(adapter, input);
+  const at::Tensor adapter_input =
+      dropout > 0 ? at::dropout(input, dropout, /*train=*/true) : input;
+  at::Tensor base = base_output;
+  if (dropout > 0) {
+    base = BaseWithoutBias(adapter_input);
+  } else if (const at::Tensor bias = BaseOutputBias(); bias.defined()) {
+    base = base_output - AlongOutput(bias);
+  }
+  const at::Tensor adapted = AddProduct(base, adapter_input, adapter,
+                                        adapter.options.Scale(), /*dropout=*/0);
+  const at::Tensor scale =
+      AlongOutput(DoraScale(adapter).to(output.scalar_type()));
+  return at::add(output, scale * adapted - base, weight);
+}
+
+// --- What needs the values of the base weight --------------------------------
+
+absl::Status LoraLayer::CheckCanDecompose(int64_t rank) const {
+  const at::Tensor weight = WeightMatrix();
+  if (!weight.defined()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "PiSSA and OLoRA need a base weight that is a matrix of a floating "
+        "point type, which ",
+        name(), " does not have: override WeightMatrix(), or exclude it"));
+  }
+  if (LayoutOf("weight", rank).has_value()) {
+    return absl::UnimplementedError(absl::StrCat(
+        "PiSSA and OLoRA need the whole weight of ", name(),
+        ", which is split over ranks: choose another initialization"));
+  }
+  const int64_t components = std::min(weight.size(0), weight.size(1));
+  if (rank > components) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "PiSSA and OLoRA find ", components,
+        " components in the weight, fewer than the LoRA rank ", rank));
+  }
+  return absl::OkStatus();
+}
+
+void LoraLayer::Decompose(Slot& slot) {
+  const LoraAdapter adapter = this->adapter(slot.name);
+  const at::Tensor weight = WeightMatrix();
+  const at::Tensor wide = weight.to(MergeType(weight));
+  const double scale = slot.options.Scale();
+  const int64_t rank = slot.options.rank;
+  const Factors factors =
+      slot.options.initialization == config::AdapterInitialization::kPissa
+          ? PissaFactors(wide, rank, scale)
+          : OloraFactors(wide, rank);
+  // As the adapter has them, so that rounding goes into what stays behind.
+  const at::Tensor a = factors.a.to(adapter.lora_A.scalar_type())
+                           .reshape(adapter.lora_A.sizes());
+  const at::Tensor b = factors.b.to(adapter.lora_B.scalar_type())
+                           .reshape(adapter.lora_B.sizes());
+  const at::Tensor residual =
+      at::addmm(wide, AsMatrix(b).to(wide.scalar_type()),
+                AsMatrix(a).to(wide.scalar_type()), /*beta=*/1,
+                /*alpha=*/-scale);
+  slot.initial_A = CopyOf(a, at::kCPU);
+  slot.initial_B = CopyOf(b, at::kCPU);
+  adapter.lora_A.copy_(a);
+  adapter.lora_B.copy_(b);
+  state("weight").copy_(WeightFromMatrix(residual));
+}
+
+absl::Status LoraLayer::InitializeFromBase() {
+  const c10::NoGradGuard no_grad;
+  try {
+    for (Slot& slot : slots_) {
+      const LoraAdapter adapter = this->adapter(slot.name);
+      if (!slot.options.use_dora && !StartsFromBase(slot.options)) continue;
+      CheckUsable(adapter, WeightMatrix());
+      const bool has_started = adapter.lora_A.any().item<bool>() &&
+                               adapter.lora_B.any().item<bool>();
+      if (StartsFromBase(slot.options) && !has_started) Decompose(slot);
+      // Every rank that holds columns of these rows has the same magnitudes.
+      if (slot.options.use_dora && !adapter.lora_magnitude.any().item<bool>()) {
+        adapter.lora_magnitude.copy_(DoraNorms(adapter));
+      }
+    }
+  } catch (const c10::LinAlgError& error) {
+    return absl::InternalError(
+        absl::StrCat(DisplayName(), ": ", error.what_without_backtrace()));
+  } catch (const c10::Error& error) {
+    return absl::FailedPreconditionError(error.what_without_backtrace());
+  }
+  return absl::OkStatus();
+}
+
+LoraAdapter LoraLayer::InitialFactors(absl::string_view name) const {
+  const Slot* slot = FindSlot(name);
+  TORCH_CHECK(slot != nullptr, DisplayName(), " has no LoRA adapter ",
+              std::string(name));
+  return {slot->options, slot->initial_A, slot->initial_B, at::Tensor()};
+}
+
+at::Tensor LoraLayer::MergedWeightMatrix() const {
+  const c10::NoGradGuard no_grad;
+  const at::Tensor weight = WeightMatrix();
+  TORCH_CHECK(weight.defined(), DisplayName(),
+              ": its weight has no matrix that adapters can be added to");
+  const at::ScalarType compute = MergeType(weight);
+  const at::Tensor base = weight.to(compute);
+  at::Tensor merged = base.clone();
+  for (const ActiveAdapter& active : active_) {
+    const LoraAdapter adapter = this->adapter(active.name);
+    CheckUsable(adapter, weight);
+    const at::Tensor a = AsMatrix(adapter.lora_A).to(compute);
+    const at::Tensor b = AsMatrix(adapter.lora_B).to(compute);
+    const double scale = adapter.options.Scale();
+    if (!adapter.options.use_dora) {
+      merged.addmm_(b, a, /*beta=*/1, /*alpha=*/active.weight * scale);
+      continue;
+    }
+    const at::Tensor sum = at::addmm(base, b, a, /*beta=*/1, /*alpha=*/scale);
+    const at::Tensor dora_scale = DoraScale(adapter).to(compute);
+    merged.add_(dora_scale.unsqueeze(1) * sum - base, active.weight);
+  }
+  return merged.to(weight.scalar_type());
+}
+
+absl::Status LoraLayer::Merge(bool check_finite) {
+  if (is_merged()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(DisplayName(), " is merged already"));
+  }
+  if (!is_adapted()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(DisplayName(), " has no LoRA adapter to merge"));
+  }
+  try {
+    const at::Tensor merged = MergedWeightMatrix();
+    if (merged.is_meta()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          DisplayName(), " is still on the meta device: load it first"));
+    }
+    if (check_finite && !at::isfinite(merged).all().item<bool>()) {
+      return absl::DataLossError(absl::StrCat(
+          DisplayName(),
+          ": the sum of weight and adapter has values that are not finite"));
+    }
+    const c10::NoGradGuard no_grad;
+    const at::Tensor weight = state("weight");
+    at::Tensor unmerged = weight.detach().clone();
+    weight.copy_(WeightFromMatrix(merged));
+    unmerged_weight_ = std::move(unmerged);
+  } catch (const c10::OutOfMemoryError& error) {
+    return absl::ResourceExhaustedError(error.what_without_backtrace());
+  } catch (const c10::Error& error) {
+    return absl::FailedPreconditionError(error.what_without_backtrace());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LoraLayer::Unmerge() {
+  if (!is_merged()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(DisplayName(), " is not merged"));
+  }
+  const c10::NoGradGuard no_grad;
+  state("weight").copy_(unmerged_weight_);
+  unmerged_weight_ = at::Tensor();
+  return absl::OkStatus();
 }
 
 void LoraLayer::UnshareFrom(const LoraLayer& source,
@@ -214,9 +726,13 @@ void LoraLayer::UnshareFrom(const LoraLayer& source,
   torch::nn::Module unshared(source.name());
   RegisterCopies(source, device, unshared);
   static_cast<torch::nn::Module&>(*this) = std::move(unshared);
-  if (is_adapted()) {
-    base_layer_ =
-        std::static_pointer_cast<BaseLayer>(named_children()[kBaseLayer]);
+  if (!is_adapted()) return;
+  const auto children = named_children();
+  base_layer_ = std::static_pointer_cast<StateModule>(children[kBaseLayer]);
+  if (adapters_ == nullptr) return;
+  adapters_ = std::static_pointer_cast<StateModule>(children[kAdapters]);
+  for (Slot& slot : slots_) {
+    if (slot.module != nullptr) slot.module = adapters_->Child(slot.name);
   }
 }
 

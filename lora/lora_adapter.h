@@ -1,13 +1,32 @@
-// The base of every linear layer that can take a LoRA adapter.
+// The base of every layer that can take LoRA adapters.
 //
 // A layer adopts its adapter in place: the frozen weight (and whatever else the
 // layer has) moves into a child `base_layer`, and the trainable factors
 // `lora_A` and `lora_B` appear beside it. The module object stays the same, so
 // typed holders, Sequential, ModuleList and AnyModule go on working, and the
-// names are X.base_layer.weight, X.lora_A and X.lora_B.
+// names are X.base_layer.weight, X.lora_A and X.lora_B. An adapter of another
+// name than "default" has its factors in X.adapters.<name>.
 //
-// lora/linear.h has the layers that the component brings. A service's own
-// linear type joins by deriving from CloneableLoraLayer:
+// What an adapter adds, for W the base weight as a matrix of out_features rows,
+// x the input and b the bias:
+//
+//   LoRA    W x + b + s B A dropout(x)
+//           s = alpha / rank (Hu et al., "LoRA: Low-Rank Adaptation of Large
+//           Language Models", 2021)
+//   rsLoRA  the same with s = alpha / sqrt(rank) (Kalajdzievski, "A Rank
+//           Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023)
+//   DoRA    m / |W + s B A| * (W x + s B A x) + b
+//           with a trained magnitude m an output feature and |.| the norm of
+//           each row, through which no gradient flows (Liu et al., "DoRA:
+//           Weight-Decomposed Low-Rank Adaptation", 2024). With dropout, as in
+//           PEFT: W x + b + (m / |.| - 1) W x' + m / |.| s B A x' for
+//           x' = dropout(x)
+//
+// Several active adapters add what each of them does, times its weight.
+//
+// lora/linear.h, lora/parallel_linear.h, lora/conv.h and lora/embedding.h have
+// the layers that the component brings. A service's own linear type joins by
+// deriving from CloneableLoraLayer:
 //
 //   class ScaledLinearImpl
 //       : public lora::CloneableLoraLayer<ScaledLinearImpl> {
@@ -29,18 +48,30 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <ostream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "config/language_version.h"
+#include "config/lora_config.h"
 #include "distributed/parameter_layout.h"
+#include "distributed/state_layout.h"
 #include "torch/nn/module.h"
 
 namespace trainer_lora::lora {
 
+// The adapter whose factors are X.lora_A and X.lora_B.
+inline constexpr char kDefaultAdapter[] = "default";
+
 struct LoraAdapterOptions {
+  // What B A is multiplied by: alpha / rank, or alpha / sqrt(rank).
+  double Scale() const;
+
   // The layer's full name in the model, for messages; may be empty.
   std::string layer_name;
   // The LoRA rank r, > 0.
@@ -53,24 +84,51 @@ struct LoraAdapterOptions {
   // Of the factors, a floating point type; nothing: that of
   // LoraLayer::adapter_options().
   std::optional<at::ScalarType> dtype;
+  bool use_rslora = false;
+  bool use_dora = false;
+  // kPissa and kOlora take the start of the factors out of the base weight; see
+  // LoraLayer::InitializeFromBase().
+  config::AdapterInitialization initialization =
+      config::AdapterInitialization::kDefault;
+  // Which biases are trained with the adapter; see TrainedBiases() in
+  // lora/layer_replacement.h.
+  config::BiasTraining bias = config::BiasTraining::kNone;
 };
 
-// The trainable part of an adapted layer. Its output is
-//   base(x) + (alpha / rank) * dropout(x) * lora_A^T * lora_B^T
-// (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021).
+// The trainable part of an adapted layer, of the shapes that the layer's
+// adapter_shapes() says.
 struct LoraAdapter {
   LoraAdapterOptions options;
-  // [rank, in_features]
   at::Tensor lora_A;
-  // [out_features, rank]
   at::Tensor lora_B;
+  // Undefined without DoRA. While it is zero, as it is before
+  // LoraLayer::InitializeFromBase(), the adapter can't be used.
+  at::Tensor lora_magnitude;
 };
 
-// A linear layer that can take an adapter. Like other modules, not safe for
-// use by several threads while one of them changes it.
+// An adapter that takes part in forward, and what its share is multiplied by.
+struct ActiveAdapter {
+  std::string name;
+  double weight = 1;
+};
+
+// A trainable parameter of an adapted layer.
+struct AdapterParameter {
+  // Below the layer: lora_A, base_layer.bias, adapters.style.lora_B.
+  std::string name;
+  at::Tensor parameter;
+  // Where it lies; nothing for one that belongs to this process alone.
+  std::optional<distributed::ParameterLayout> layout;
+};
+
+// A layer that can take adapters. Like other modules, not safe for use by
+// several threads while one of them changes it.
 class LoraLayer : public torch::nn::Module {
  public:
-  // The features of this layer's input and output: the last dimensions.
+  // --- What a layer says of itself ---
+
+  // The features of this layer's input and output, of the part that this rank
+  // holds.
   virtual int64_t in_features() const = 0;
   virtual int64_t out_features() const = 0;
 
@@ -79,75 +137,236 @@ class LoraLayer : public torch::nn::Module {
   // floating point type, overrides this.
   virtual at::TensorOptions adapter_options() const;
 
+  // The shapes of an adapter's parameters on this rank: by default those of a
+  // linear layer, [rank, in_features], [out_features, rank] and [out_features].
+  // Throws c10::Error, which says why, if the layer can't have an adapter of
+  // this LoRA rank.
+  struct AdapterShapes {
+    std::vector<int64_t> lora_A;
+    std::vector<int64_t> lora_B;
+    std::vector<int64_t> lora_magnitude;
+  };
+  virtual AdapterShapes adapter_shapes(int64_t rank) const;
+
+  // What the factors are called: by default lora_A and lora_B. Their names say
+  // how they start; see lora/parameter_initializer.h.
+  struct FactorNames {
+    const char* lora_A;
+    const char* lora_B;
+  };
+  virtual FactorNames factor_names() const { return {"lora_A", "lora_B"}; }
+
+  // How a tensor of this layer lies over the ranks, for layers that are split
+  // over them: `name` is that of a state of the base layer (such as weight) or
+  // of an adapter's parameter (such as lora_A) of LoRA rank `rank`. Nothing, as
+  // by default, for one that each rank has for itself.
+  virtual std::optional<distributed::StateLayout> LayoutOf(
+      absl::string_view name, int64_t rank) const;
+
+  // --- Adapters ---
+
   // Factors as AdoptAdapter() wants them: of this layer's shapes and device
   // (which may be meta), of undefined content. kInvalidArgument unless
-  // `options` are as described there; kFailedPrecondition if the layer has an
-  // adapter already or nothing to take the dtype from; kResourceExhausted if
-  // the memory is not there.
+  // `options` are as described there and adapter_shapes() has some for the LoRA
+  // rank, and if PiSSA or OLoRA are asked for more components than the weight
+  // has; kFailedPrecondition if there is nothing to take the dtype from, or if
+  // DoRA, PiSSA or OLoRA find no WeightMatrix(); kUnimplemented for the latter
+  // two on a layer that is split over ranks; kResourceExhausted if the memory
+  // is not there.
   absl::StatusOr<LoraAdapter> EmptyAdapter(
       const LoraAdapterOptions& options) const;
 
-  // Takes the adapter, whose factors start to require grad: moves every
-  // parameter, buffer and child into the child `base_layer` and registers
-  // lora_A and lora_B. kFailedPrecondition if the layer has an adapter already;
-  // kInvalidArgument if the factors are not of this layer's shapes. The layer
-  // is then as it was.
-  absl::Status AdoptAdapter(const LoraAdapter& adapter);
+  // Takes an adapter, whose parameters start to require grad, and makes it the
+  // one that is active. The first moves every parameter, buffer and child into
+  // the child `base_layer`. kFailedPrecondition if the layer has an adapter of
+  // this name already or is merged; kInvalidArgument if the name is empty or
+  // has a dot, or the parameters are not of this layer's shapes. The layer is
+  // then as it was.
+  absl::Status AdoptAdapter(const LoraAdapter& adapter,
+                            const std::string& name = kDefaultAdapter);
 
-  // Whether AdoptAdapter() was called.
+  // Whether the layer has an adapter.
   bool is_adapted() const { return base_layer_ != nullptr; }
+  bool HasAdapter(absl::string_view name) const;
+  // In the order of adoption.
+  std::vector<std::string> adapter_names() const;
+  // Options and registered parameters of an adapter that the layer has, else
+  // c10::Error. A parameter that was unregistered is undefined.
+  LoraAdapter adapter(absl::string_view name = kDefaultAdapter) const;
+  // The parameters of an adapter that the layer has: its factors and magnitude.
+  std::vector<AdapterParameter> AdapterParameters(
+      absl::string_view name = kDefaultAdapter) const;
+  // The states of the base layer, as they are called without an adapter.
+  std::vector<std::string> base_state_names() const;
+  // The base layer's parameter or buffer of this name, before and after
+  // adoption; undefined if there is none (a layer without a bias).
+  at::Tensor state(const std::string& name) const;
 
-  // Of the adapter; 0 before adoption.
-  int64_t lora_rank() const { return adapter_.rank; }
-  double lora_alpha() const { return adapter_.alpha; }
-  double lora_dropout() const { return adapter_.dropout; }
-
-  // The factors as the module has them registered; undefined before adoption.
+  // Of the default adapter; undefined without one.
   at::Tensor lora_A() const;
   at::Tensor lora_B() const;
 
-  // Where the factors lie; nothing for factors that belong to this process
-  // alone. The layer only carries the layouts: see lora/lora_gradient_sync.h.
-  const std::optional<distributed::ParameterLayout>& lora_A_layout() const {
-    return lora_A_layout_;
+  // The adapters that forward uses, in this order; none: the base layer alone.
+  // kNotFound for one that the layer doesn't have, kInvalidArgument for one
+  // that is listed twice or whose weight is not finite, kFailedPrecondition for
+  // a merged layer.
+  absl::Status SetActiveAdapters(std::vector<ActiveAdapter> active);
+  const std::vector<ActiveAdapter>& active_adapters() const { return active_; }
+
+  // Declares every parameter of the adapters replicated as `layout` says, where
+  // LayoutOf() says nothing; see lora/lora_gradient_sync.h.
+  void set_replicated_layout(
+      std::optional<distributed::ParameterLayout> layout) {
+    replicated_layout_ = std::move(layout);
   }
-  const std::optional<distributed::ParameterLayout>& lora_B_layout() const {
-    return lora_B_layout_;
+  const std::optional<distributed::ParameterLayout>& replicated_layout() const {
+    return replicated_layout_;
   }
-  void set_lora_layouts(
-      std::optional<distributed::ParameterLayout> lora_A_layout,
-      std::optional<distributed::ParameterLayout> lora_B_layout);
+  // The layout of a parameter that LayoutOf() knows or that is replicated.
+  std::optional<distributed::ParameterLayout> ParameterLayoutOf(
+      absl::string_view name, int64_t rank) const;
+
+  // --- What needs the values of the base weight ---
+
+  // Starts what the base weight W, a matrix of rows, starts:
+  //
+  //   kPissa     B = U_r sqrt(S_r / s), A = sqrt(S_r / s) V_r^T with the r
+  //              largest singular values of W = U S V^T (Meng et al., "PiSSA:
+  //              Principal Singular Values and Singular Vectors Adaptation of
+  //              Large Language Models", 2024)
+  //   kOlora     B = Q_r, A = R_r, the first r columns and rows of W = Q R
+  //              (Bueyuekakyuez, "OLoRA: Orthonormal Low-Rank Adaptation of
+  //              Large Language Models", 2024)
+  //   magnitude  the norms of the rows of W + s B A
+  //
+  // For the first two W - s B A takes the place of W, computed in float32
+  // (float64 for a float64 weight) and rounded once. What has started, that is
+  // two factors or a magnitude that are not zero, stays as it is: a trainer
+  // that has loaded both from its own checkpoint goes on from there. With DoRA
+  // on a layer whose input is split over ranks, collective over these.
+  // kFailedPrecondition, with nothing changed, if weight or adapter have no
+  // values; kInternal if a decomposition does not converge.
+  absl::Status InitializeFromBase();
+  // What InitializeFromBase() took out of the base weight for this adapter: the
+  // factors that it started with, on the CPU; undefined for other adapters. For
+  // the original weight, an adapter is s (B A - B0 A0).
+  LoraAdapter InitialFactors(absl::string_view name = kDefaultAdapter) const;
+
+  // The weight of the base layer as a matrix of out_features rows, and the way
+  // back. By default, for a state `weight` of a floating point type, its first
+  // dimension against the others; undefined for other layers, which can't be
+  // merged.
+  virtual at::Tensor WeightMatrix() const;
+  virtual at::Tensor WeightFromMatrix(const at::Tensor& matrix) const;
+
+  // W + the active adapters, of WeightMatrix()'s shape: computed in float32
+  // (float64 for a float64 weight), rounded once. c10::Error without a
+  // WeightMatrix().
+  at::Tensor MergedWeightMatrix() const;
+
+  // Adds the active adapters to the base weight, and undoes it: the weight is
+  // kept meanwhile, which takes its size once more, and comes back bit by bit.
+  // A merged layer computes with its weight alone, and refuses to train.
+  // kFailedPrecondition if it is merged already (or not), has no adapter, or a
+  // weight that can't be merged; kDataLoss if `check_finite` and the sum has
+  // values that are not, with the layer as it was.
+  absl::Status Merge(bool check_finite = false);
+  absl::Status Unmerge();
+  bool is_merged() const { return unmerged_weight_.defined(); }
 
  protected:
-  // The base layer's parameter or buffer of this name, before and after
-  // adoption; undefined if there is none (a layer without a bias). A forward
-  // must read its tensors through this, never through a handle of its own.
-  at::Tensor state(const std::string& name) const;
+  // at::linear(input, weight, bias) and the active adapters' share, as one
+  // operation. `input` is [..., in_features], `weight` [out_features,
+  // in_features]; the result is [..., out_features] in the input's dtype.
+  // Throws c10::Error as AddAdapter() does.
+  at::Tensor LinearWithAdapter(const at::Tensor& input,
+                               const at::Tensor& weight,
+                               const at::Tensor& bias) const;
 
-  // `base_output` plus the adapter's share, or `base_output` itself before
-  // adoption. `input` is [..., in_features], `base_output` [..., out_features].
-  // The adapter computes in its own dtype; the result has base_output's. Throws
+  // `base_output` plus the active adapters' share, or `base_output` itself if
+  // there is none. `input` is [..., in_features], `base_output` [...,
+  // out_features]. The adapter computes in the input's dtype. Throws
   // c10::Error, with the layer's name, for a layer that is still on the meta
-  // device while `input` is not, or whose adapter has lost a factor.
+  // device while `input` is not, for an adapter that has lost a parameter, and
+  // for a merged layer in train mode with autograd on.
   at::Tensor AddAdapter(const at::Tensor& input,
                         const at::Tensor& base_output) const;
+
+  // `base_output` + scale * B A dropout(input). By default that of a linear
+  // layer; a layer of another kind overrides it, and the two below.
+  virtual at::Tensor AddProduct(const at::Tensor& base_output,
+                                const at::Tensor& input,
+                                const LoraAdapter& adapter, double scale,
+                                double dropout) const;
+  // The base layer on `input`, without its bias.
+  virtual at::Tensor BaseWithoutBias(const at::Tensor& input) const;
+  // The bias that is part of the `base_output` of AddAdapter(), undefined for
+  // none: by default the state `bias`. DoRA scales the output without it.
+  virtual at::Tensor BaseOutputBias() const { return state("bias"); }
+  // A view of `values`, one an output feature, that can be broadcast against
+  // the layer's output.
+  virtual at::Tensor AlongOutput(const at::Tensor& values) const;
+
+  // The sum over the ranks that hold the other columns of WeightMatrix(), for
+  // layers whose input is split: by default the values themselves.
+  virtual at::Tensor SumOverInputRanks(const at::Tensor& values) const;
 
   // For CloneableLoraLayer: gives this layer, a copy of `source` that still
   // shares its tensors, copies of its own.
   void UnshareFrom(const LoraLayer& source,
                    const std::optional<at::Device>& device);
 
- private:
-  class BaseLayer;
-
   // The full name in the model if it is known, else the type's.
   std::string DisplayName() const;
 
-  LoraAdapterOptions adapter_;
-  std::optional<distributed::ParameterLayout> lora_A_layout_;
-  std::optional<distributed::ParameterLayout> lora_B_layout_;
+  // For pretty_print(): ", lora_rank=16, lora_alpha=32", nothing without an
+  // adapter.
+  void PrintAdapters(std::ostream& stream) const;
+
+ private:
+  class StateModule;
+
+  struct Slot {
+    std::string name;
+    LoraAdapterOptions options;
+    // Where its parameters are registered; null for the default adapter, whose
+    // are the layer's own.
+    std::shared_ptr<StateModule> module;
+    // Those that were taken out of the base weight, never written to.
+    at::Tensor initial_A;
+    at::Tensor initial_B;
+  };
+
+  // adapter_shapes(), or kInvalidArgument.
+  absl::StatusOr<AdapterShapes> CheckedShapes(int64_t rank) const;
+  const Slot* FindSlot(absl::string_view name) const;
+  at::Tensor SlotParameter(const Slot& slot, const std::string& name) const;
+  absl::Status CheckCanDecompose(int64_t rank) const;
+  // Takes the start of an adapter out of the base weight.
+  void Decompose(Slot& slot);
+  // Throws unless `adapter` can compute on `input`.
+  void CheckUsable(const LoraAdapter& adapter, const at::Tensor& input) const;
+  // Whether there is a share to add; throws where it can't be.
+  bool UsesAdapters(const at::Tensor& input,
+                    const at::Tensor& base_output) const;
+  double DropoutOf(const LoraAdapter& adapter, const at::Tensor& input) const;
+  // |W + s B A|, an element an output feature.
+  at::Tensor DoraNorms(const LoraAdapter& adapter) const;
+  // m / |W + s B A|, an element an output feature; differentiable in m.
+  at::Tensor DoraScale(const LoraAdapter& adapter) const;
+  at::Tensor AddDora(const at::Tensor& output, const at::Tensor& base_output,
+                     const at::Tensor& input, const LoraAdapter& adapter,
+                     double weight) const;
+
+  std::vector<Slot> slots_;
+  std::vector<ActiveAdapter> active_;
+  std::optional<distributed::ParameterLayout> replicated_layout_;
   // The child `base_layer`; null before adoption.
-  std::shared_ptr<BaseLayer> base_layer_;
+  std::shared_ptr<StateModule> base_layer_;
+  // The child `adapters`; null unless there is one of another name.
+  std::shared_ptr<StateModule> adapters_;
+  // While merged: the weight as it was.
+  at::Tensor unmerged_weight_;
 };
 
 // Gives `Derived` clone(), adapted or not, alone or as part of a larger module.

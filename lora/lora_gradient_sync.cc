@@ -1,6 +1,8 @@
 #include "lora/lora_gradient_sync.h"
 
+#include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +29,51 @@ std::vector<NamedLoraLayer> AdaptedLayers(const torch::nn::Module& model) {
   return adapted;
 }
 
+// A parameter that is trained with an adapter. Its layout is nothing where
+// neither its layer nor ReplicateLoraParameters() says where it lies.
+struct TrainedParameter {
+  std::string name;  // In the model.
+  at::Tensor parameter;
+  std::optional<ParameterLayout> layout;
+  // Whether its layer says where it lies.
+  bool is_split;
+};
+
+std::vector<TrainedParameter> ParametersOf(
+    const torch::nn::Module& model, const std::vector<NamedLoraLayer>& layers) {
+  std::vector<TrainedParameter> parameters;
+  std::set<std::string> adapter_names;
+  std::map<const c10::TensorImpl*, const LoraLayer*> layer_of_bias;
+  std::optional<ParameterLayout> replicated;
+  for (const auto& [name, layer] : layers) {
+    for (const std::string& adapter : layer->adapter_names()) {
+      adapter_names.insert(adapter);
+      for (const AdapterParameter& item : layer->AdapterParameters(adapter)) {
+        const std::string own_name = item.name.substr(item.name.rfind('.') + 1);
+        const bool is_split = layer->LayoutOf(own_name, 1).has_value();
+        parameters.push_back({absl::StrCat(name, ".", item.name),
+                              item.parameter, item.layout, is_split});
+      }
+    }
+    const at::Tensor bias = layer->state("bias");
+    if (bias.defined()) layer_of_bias[bias.unsafeGetTensorImpl()] = layer;
+    if (!replicated) replicated = layer->replicated_layout();
+  }
+  for (const std::string& adapter : adapter_names) {
+    for (const NamedParameter& bias : TrainedBiases(model, adapter)) {
+      const auto found =
+          layer_of_bias.find(bias.parameter.unsafeGetTensorImpl());
+      const bool is_split = found != layer_of_bias.end() &&
+                            found->second->LayoutOf("bias", 1).has_value();
+      parameters.push_back(
+          {bias.name, bias.parameter,
+           is_split ? found->second->ParameterLayoutOf("bias", 1) : replicated,
+           is_split});
+    }
+  }
+  return parameters;
+}
+
 }  // namespace
 
 absl::Status ReplicateLoraParameters(torch::nn::Module& model,
@@ -38,11 +85,10 @@ absl::Status ReplicateLoraParameters(torch::nn::Module& model,
   const ParameterLayout layout = ParameterLayout::Replicated(mesh);
   const std::vector<NamedLoraLayer> layers = AdaptedLayers(model);
   std::vector<DistributedParameter> parameters;
-  for (const auto& [name, layer] : layers) {
+  for (TrainedParameter& item : ParametersOf(model, layers)) {
+    if (item.is_split) continue;
     parameters.push_back(
-        {absl::StrCat(name, ".lora_A"), layer->lora_A(), layout});
-    parameters.push_back(
-        {absl::StrCat(name, ".lora_B"), layer->lora_B(), layout});
+        {std::move(item.name), std::move(item.parameter), layout});
   }
   // Joined by a rank without adapters too, so that the others learn of it.
   LORA_RETURN_IF_ERROR(distributed::BroadcastParameters(*mesh, parameters));
@@ -50,23 +96,17 @@ absl::Status ReplicateLoraParameters(torch::nn::Module& model,
     return absl::InvalidArgumentError(
         "the model has no LoRA adapter: call EnableLoraTraining first");
   }
-  for (const auto& item : layers) item.layer->set_lora_layouts(layout, layout);
+  for (const auto& item : layers) item.layer->set_replicated_layout(layout);
   return absl::OkStatus();
 }
 
 std::vector<DistributedParameter> LoraParameters(const torch::nn::Module& model,
                                                  absl::string_view prefix) {
   std::vector<DistributedParameter> parameters;
-  const auto add = [&](std::string name, at::Tensor parameter,
-                       const std::optional<ParameterLayout>& layout) {
-    if (!layout.has_value()) return;
-    parameters.push_back({std::move(name), std::move(parameter), *layout});
-  };
-  for (const auto& [name, layer] : AdaptedLayers(model)) {
-    add(absl::StrCat(prefix, name, ".lora_A"), layer->lora_A(),
-        layer->lora_A_layout());
-    add(absl::StrCat(prefix, name, ".lora_B"), layer->lora_B(),
-        layer->lora_B_layout());
+  for (TrainedParameter& item : ParametersOf(model, AdaptedLayers(model))) {
+    if (!item.layout.has_value()) continue;
+    parameters.push_back({absl::StrCat(prefix, item.name),
+                          std::move(item.parameter), *std::move(item.layout)});
   }
   return parameters;
 }

@@ -30,10 +30,12 @@ class Module;
 
 namespace trainer_lora::lora {
 
-// Declares the adapter parameters of `model` replicated over `mesh`, and gives
-// every rank the values of the mesh's rank 0. Collective: every rank of the
-// mesh calls it, after loading and before training. Errors, after which the
-// model is as it was, on every rank alike where the ranks disagree:
+// Declares the adapter parameters of `model`, and the biases that are trained
+// with them, replicated over `mesh`, but for those whose layer is split over
+// ranks, and gives every rank the values of the mesh's rank 0. Collective:
+// every rank of the mesh calls it, after loading and before training. Errors,
+// after which the model is as it was, on every rank alike where the ranks
+// disagree:
 //   kInvalidArgument     `mesh` is null, or the model has no adapter
 //   kFailedPrecondition  the ranks' adapters differ in name, shape or dtype, or
 //                        one has no values yet (all that differs is named)
@@ -43,8 +45,9 @@ absl::Status ReplicateLoraParameters(
     std::shared_ptr<const distributed::DeviceMesh> mesh);
 
 // The adapter parameters of `model` that have a layout, in the model's order,
-// as distributed::GradientSync wants them. `prefix`, such as "student.", goes
-// before each name: several models or roles can then share one GradientSync.
+// and the biases that are trained with them, as distributed::GradientSync wants
+// them. `prefix`, such as "student.", goes before each name: several models or
+// roles can then share one GradientSync.
 std::vector<distributed::DistributedParameter> LoraParameters(
     const torch::nn::Module& model, absl::string_view prefix = "");
 

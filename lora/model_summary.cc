@@ -58,8 +58,8 @@ double ModelSummary::TrainedShare() const {
 ModelSummary Summarize(const torch::nn::Module& model) {
   ModelSummary summary;
   for (const NamedLoraLayer& item : LoraLayers(model)) {
-    if (item.layer->is_adapted()) {
-      ++summary.lora_layers[item.layer->lora_rank()];
+    for (const std::string& name : item.layer->adapter_names()) {
+      ++summary.lora_layers[item.layer->adapter(name).options.rank];
     }
   }
   std::set<const c10::TensorImpl*> seen;

@@ -238,57 +238,87 @@ void Fill(const Stream& stream, int64_t begin, int64_t count,
   }
 }
 
-// Fills `value`, the slice of a lora_A that has `in_features` columns.
+// Fills `value`, the slice of a tensor of `shape`.
 template <typename T, typename Values>
-void FillSlice(const Stream& stream, int64_t in_features,
+void FillSlice(const Stream& stream, at::IntArrayRef shape,
                const distributed::TensorSlice& slice, const Values& values_of,
                const at::Tensor& value) {
-  // Rows without a gap between them are one. On this thread alone: the largest
-  // adapters take milliseconds, less than threads take to meet on busy cores.
-  const int64_t row_size =
-      slice.sizes[1] == in_features ? value.numel() : slice.sizes[1];
-  const int64_t first = slice.offsets[0] * in_features + slice.offsets[1];
+  // Elements without a gap between them: the last dimensions that are whole,
+  // and of the one before them what the slice has. On this thread alone: the
+  // largest adapters take milliseconds, less than threads take to meet on busy
+  // cores.
+  size_t run_dim = shape.size() - 1;
+  int64_t run_size = slice.sizes[run_dim];
+  while (run_dim > 0 && slice.sizes[run_dim] == shape[run_dim]) {
+    run_size *= slice.sizes[--run_dim];
+  }
   T* out = value.data_ptr<T>();
-  for (int64_t done = 0; done < value.numel(); done += row_size) {
-    const int64_t row = done / row_size;
-    Fill(stream, first + row * in_features, row_size, values_of, out + done);
+  for (int64_t done = 0; done < value.numel(); done += run_size) {
+    int64_t index = done;  // In the slice, then of each of its dimensions.
+    int64_t first = 0;     // In the tensor.
+    int64_t stride = 1;
+    for (size_t dim = shape.size(); dim-- > 0;) {
+      first += (slice.offsets[dim] + index % slice.sizes[dim]) * stride;
+      index /= slice.sizes[dim];
+      stride *= shape[dim];
+    }
+    Fill(stream, first, run_size, values_of, out + done);
   }
 }
 
+// Normal with this standard deviation over `divisor`.
 template <typename T>
-void FillLoraA(const LoraInitialization& initialization, const Stream& stream,
-               at::IntArrayRef shape, const distributed::TensorSlice& slice,
-               const at::Tensor& value) {
+void FillGaussian(const Stream& stream, double divisor, at::IntArrayRef shape,
+                  const distributed::TensorSlice& slice,
+                  const at::Tensor& value) {
   // Narrower types round the float32 value, so that a bfloat16 adapter starts
   // as near to a float32 one as it can.
   using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  const int64_t rank = shape[0];
-  const int64_t in_features = shape[1];
-  switch (initialization.kind) {
-    case config::AdapterInitialization::kDefault: {
-      const double bound = 1 / std::sqrt(static_cast<double>(in_features));
-      const UniformValues<Compute> values_of = {
-          static_cast<Compute>(std::ldexp(bound, -24))};
-      return FillSlice<T>(stream, in_features, slice, values_of, value);
-    }
-    case config::AdapterInitialization::kGaussian: {
-      const GaussianValues<Compute> values_of = {static_cast<double>(rank)};
-      return FillSlice<T>(stream, in_features, slice, values_of, value);
-    }
-  }
+  FillSlice<T>(stream, shape, slice, GaussianValues<Compute>{divisor}, value);
+}
+
+template <typename T>
+void FillUniform(const Stream& stream, at::IntArrayRef shape,
+                 const distributed::TensorSlice& slice,
+                 const at::Tensor& value) {
+  using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  const int64_t fan_in = c10::multiply_integers(shape.slice(1));
+  const double bound = 1 / std::sqrt(static_cast<double>(fan_in));
+  FillSlice<T>(
+      stream, shape, slice,
+      UniformValues<Compute>{static_cast<Compute>(std::ldexp(bound, -24))},
+      value);
 }
 
 void CheckSlice(absl::string_view name, at::IntArrayRef shape,
                 const distributed::TensorSlice& slice) {
-  TORCH_CHECK(
-      shape.size() == 2 && slice.offsets.size() == 2 && slice.sizes.size() == 2,
-      std::string(name), ": a LoRA factor has two dimensions");
-  for (size_t dim = 0; dim < 2; ++dim) {
+  TORCH_CHECK(!shape.empty() && slice.offsets.size() == shape.size() &&
+                  slice.sizes.size() == shape.size(),
+              std::string(name), ": the slice has not the tensor's ",
+              shape.size(), " dimensions");
+  for (size_t dim = 0; dim < shape.size(); ++dim) {
     TORCH_CHECK(slice.offsets[dim] >= 0 && slice.sizes[dim] >= 0 &&
                     slice.offsets[dim] + slice.sizes[dim] <= shape[dim],
                 std::string(name), ": the slice exceeds dimension ", dim,
                 " of size ", shape[dim]);
   }
+}
+
+// The distributions that a parameter can start with.
+enum class Start { kZero, kUniform, kGaussian };
+
+Start StartOf(absl::string_view name, config::AdapterInitialization kind) {
+  const auto is = [&](absl::string_view parameter) {
+    return absl::EndsWith(name, parameter);
+  };
+  if (is(".lora_A")) {
+    return kind == config::AdapterInitialization::kGaussian ? Start::kGaussian
+                                                            : Start::kUniform;
+  }
+  if (is(".lora_embedding_B")) return Start::kGaussian;
+  TORCH_CHECK(is(".lora_B") || is(".lora_embedding_A") || is(".lora_magnitude"),
+              std::string(name), " is no parameter of a LoRA adapter");
+  return Start::kZero;
 }
 
 }  // namespace
@@ -298,17 +328,23 @@ at::Tensor InitialLoraValue(const LoraInitialization& initialization,
                             at::IntArrayRef global_shape, at::ScalarType dtype,
                             const distributed::TensorSlice& slice) {
   CheckSlice(name, global_shape, slice);
-  if (absl::EndsWith(name, ".lora_B")) return at::zeros(slice.sizes, dtype);
-  TORCH_CHECK(absl::EndsWith(name, ".lora_A"), std::string(name),
-              " is no parameter of a LoRA adapter");
+  const Start start = StartOf(name, initialization.kind);
+  if (start == Start::kZero) return at::zeros(slice.sizes, dtype);
 
   at::Tensor value = at::empty(slice.sizes, dtype);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, dtype, "InitialLoraValue", [&] {
         // A question whether the name is known costs no hash of it.
         if (value.numel() == 0) return;
-        FillLoraA<scalar_t>(initialization, StreamOf(initialization, name),
-                            global_shape, slice, value);
+        const Stream stream = StreamOf(initialization, name);
+        if (start == Start::kUniform) {
+          FillUniform<scalar_t>(stream, global_shape, slice, value);
+        } else {
+          const bool is_lora_A = absl::EndsWith(name, ".lora_A");
+          FillGaussian<scalar_t>(
+              stream, is_lora_A ? static_cast<double>(global_shape[0]) : 1,
+              global_shape, slice, value);
+        }
       });
   return value;
 }

@@ -19,7 +19,7 @@
 //
 //   A[i] = k * float(bound * 2^-24)         one multiplication in float32
 //
-// with bound = 1 / sqrt(in_features), which is that of
+// with bound = 1 / sqrt(fan-in), the elements of a row, which is that of
 // kaiming_uniform_(a = sqrt(5)) on the whole tensor. The gaussian kind is
 //
 //   A[i] = float(z((k + 2^24) * 2^-25) / rank)
@@ -27,8 +27,13 @@
 // in float64, where z is the inverse of the normal distribution function by
 // algorithm AS 241 (Wichura, 1988), and 1 / rank the standard deviation that
 // PEFT uses. The value is then rounded to the parameter's type (for float64
-// nothing is computed in or rounded to float32). lora_B is zero. Philox: Salmon
-// et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011; as ATen has it.
+// nothing is computed in or rounded to float32). lora_B is zero. So is the
+// lora_embedding_A of an embedding, whose lora_embedding_B is of the gaussian
+// kind, with the standard deviation 1, as in PEFT. A lora_magnitude is zero
+// until it gets its start from the base weight. The kinds that start from the
+// base weight, pissa and olora, have the default values here, where there is no
+// weight. Philox: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
+// 2011; as ATen has it.
 #ifndef TRAINER_LORA_LORA_PARAMETER_INITIALIZER_H_
 #define TRAINER_LORA_LORA_PARAMETER_INITIALIZER_H_
 
@@ -54,10 +59,10 @@ struct LoraInitialization {
 
 // A slice of the initial value of an adapter parameter: a contiguous CPU tensor
 // of shape `slice.sizes` and of `dtype`, a floating point type. `name` ends in
-// ".lora_A" (`global_shape` is [rank, in_features]) or ".lora_B"
-// ([out_features, rank]); throws c10::Error for another name or a slice out of
-// range. Allocates the slice alone, so that one of no elements costs nothing.
-// Thread safe; uses the calling thread alone.
+// that of a parameter of an adapter, whose whole shape is `global_shape`: such
+// as ".lora_A", [rank, in_features]. Throws c10::Error for another name or a
+// slice out of range. Allocates the slice alone, so that one of no elements
+// costs nothing. Thread safe; uses the calling thread alone.
 at::Tensor InitialLoraValue(const LoraInitialization& initialization,
                             absl::string_view name,
                             at::IntArrayRef global_shape, at::ScalarType dtype,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <utility>
 
@@ -12,6 +13,8 @@
 #include "config/internal/status_macros.h"
 #include "config/name_pattern.h"
 #include "lora/target_matcher.h"
+#include "torch/nn/modules/conv.h"
+#include "torch/nn/modules/embedding.h"
 #include "torch/nn/modules/linear.h"
 
 namespace trainer_lora::lora::internal {
@@ -29,11 +32,53 @@ std::string SomeOf(const std::vector<std::string>& names) {
   return list;
 }
 
+std::vector<std::string> Texts(const std::vector<config::LayerRange>& ranges) {
+  std::vector<std::string> texts;
+  for (const config::LayerRange& range : ranges) {
+    texts.push_back(ToString(range));
+  }
+  return texts;
+}
+
+template <typename Module>
+bool Is(const torch::nn::Module& module) {
+  return dynamic_cast<const Module*>(&module) != nullptr;
+}
+
+// A layer type of libtorch, and the one that takes an adapter in its place.
+struct StockType {
+  const char* name;
+  const char* replacement;
+  bool is_linear;
+  bool (*matches)(const torch::nn::Module& module);
+};
+
+constexpr StockType kStockTypes[] = {
+    {"Linear", "ReplicatedLinear", true, Is<torch::nn::LinearImpl>},
+    {"Conv1d", "Conv1d", false, Is<torch::nn::Conv1dImpl>},
+    {"Conv2d", "Conv2d", false, Is<torch::nn::Conv2dImpl>},
+    {"Conv3d", "Conv3d", false, Is<torch::nn::Conv3dImpl>},
+    {"Embedding", "Embedding", false, Is<torch::nn::EmbeddingImpl>},
+};
+
+// Null for a module of another type.
+const StockType* StockTypeOf(const torch::nn::Module& module) {
+  for (const StockType& type : kStockTypes) {
+    if (type.matches(module)) return &type;
+  }
+  return nullptr;
+}
+
+struct StockLayer {
+  std::string name;
+  const StockType* type;
+};
+
 // The modules below a model.
 struct ModuleTree {
   std::vector<LayerInModel> lora_layers;
-  // Linear layers of libtorch, under every name.
-  std::vector<std::string> stock_linear_names;
+  // Under every name.
+  std::vector<StockLayer> stock_layers;
 };
 
 class TreeWalk {
@@ -55,8 +100,8 @@ class TreeWalk {
           index_of_.emplace(layer, tree_.lora_layers.size());
       if (is_new) tree_.lora_layers.push_back({layer, {}});
       tree_.lora_layers[index->second].names.push_back(std::move(name));
-    } else if (dynamic_cast<torch::nn::LinearImpl*>(&module) != nullptr) {
-      tree_.stock_linear_names.push_back(std::move(name));
+    } else if (const StockType* type = StockTypeOf(module)) {
+      tree_.stock_layers.push_back({std::move(name), type});
     } else {
       Descend(module, absl::StrCat(name, "."));
     }
@@ -124,23 +169,41 @@ class PatternTable {
   std::vector<Entry> entries_;
 };
 
-absl::Status CheckNoneAdapted(const std::vector<LayerInModel>& layers) {
+absl::Status CheckCanAdopt(const std::vector<LayerInModel>& layers,
+                           const std::string& adapter_name) {
   std::vector<std::string> adapted;
+  std::vector<std::string> merged;
   for (const LayerInModel& item : layers) {
-    if (item.layer->is_adapted()) adapted.push_back(item.names.front());
+    if (item.layer->HasAdapter(adapter_name)) {
+      adapted.push_back(item.names.front());
+    }
+    if (item.layer->is_merged()) merged.push_back(item.names.front());
   }
-  if (adapted.empty()) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrCat("LoRA training is enabled already, with adapters on ",
-                   SomeOf(adapted), "; enable all targets in one call"));
+  if (!adapted.empty()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "LoRA training is enabled already, with adapters ",
+        adapter_name == kDefaultAdapter
+            ? ""
+            : absl::StrCat("of the name '", adapter_name, "' "),
+        "on ", SomeOf(adapted),
+        "; enable all targets in one call, or give another adapter a name of "
+        "its own"));
+  }
+  if (!merged.empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(SomeOf(merged), ": merged; call UnmergeAdapters first"));
+  }
+  return absl::OkStatus();
 }
 
-std::string AdviceOnStockLinear(const std::vector<std::string>& names) {
-  return absl::StrCat(
-      SomeOf(names),
-      ": torch::nn::Linear cannot take a LoRA adapter; declare the layer "
-      "as trainer_lora::lora::ReplicatedLinear, which takes the same "
-      "options and has the same state names");
+std::string AdviceOnStockLayers(const std::vector<std::string>& names,
+                                const StockType& type) {
+  return absl::StrCat(SomeOf(names), ": torch::nn::", type.name,
+                      " cannot take a LoRA adapter; declare the layer as "
+                      "trainer_lora::lora::",
+                      type.replacement,
+                      ", which takes the same options and has the same state "
+                      "names");
 }
 
 // Chooses by names, and notes which targets chose nothing.
@@ -153,6 +216,10 @@ class Chooser {
     for (const std::string& name : names) {
       if (matcher_.IsExcluded(name)) return false;
     }
+    const auto is_in_layers = [&](const std::string& name) {
+      return matcher_.IsInLayers(name);
+    };
+    if (std::none_of(names.begin(), names.end(), is_in_layers)) return false;
     bool selects = false;
     for (const std::string& name : names) {
       for (const size_t target : matcher_.MatchingTargets(name)) {
@@ -176,20 +243,35 @@ class Chooser {
   std::vector<bool> chose_something_;
 };
 
-// Linear layers of libtorch that the targets name.
-std::vector<std::string> SelectedStockLinears(const ModuleTree& tree,
-                                              const TargetMatcher& matcher) {
-  std::vector<std::string> names;
-  for (const std::string& name : tree.stock_linear_names) {
-    if (!matcher.IsExcluded(name) && !matcher.MatchingTargets(name).empty()) {
-      names.push_back(name);
+// Advice on the layers of libtorch that the targets name, one for each type.
+// all-linear names the linear ones alone: nobody meant the others by it.
+std::vector<std::string> AdviceOnSelectedStockLayers(
+    const ModuleTree& tree, const TargetMatcher& matcher) {
+  const auto is_selected = [&](const StockLayer& layer) {
+    if (matcher.IsExcluded(layer.name) || !matcher.IsInLayers(layer.name)) {
+      return false;
     }
+    const auto targets = matcher.MatchingTargets(layer.name);
+    return std::any_of(targets.begin(), targets.end(), [&](size_t target) {
+      return layer.type->is_linear || matcher.targets()[target] != kAllLinear;
+    });
+  };
+  std::vector<std::string> advice;
+  for (const StockType& type : kStockTypes) {
+    std::vector<std::string> names;
+    for (const StockLayer& layer : tree.stock_layers) {
+      if (layer.type == &type && is_selected(layer)) {
+        names.push_back(layer.name);
+      }
+    }
+    if (!names.empty()) advice.push_back(AdviceOnStockLayers(names, type));
   }
-  return names;
+  return advice;
 }
 
-// Exclusions of the configuration that match no linear layer: a slip of the
-// pen, after which layers are trained that should not be.
+// Exclusions of the configuration that match no layer of a type that takes
+// adapters: a slip of the pen, after which layers are trained that should not
+// be.
 std::vector<std::string> ExclusionsWithoutEffect(const ModuleTree& tree,
                                                  const TargetMatcher& matcher) {
   std::vector<std::string> without_effect;
@@ -200,14 +282,62 @@ std::vector<std::string> ExclusionsWithoutEffect(const ModuleTree& tree,
     const auto matches_layer = [&](const LayerInModel& item) {
       return std::any_of(item.names.begin(), item.names.end(), matches);
     };
+    const auto matches_stock_layer = [&](const StockLayer& layer) {
+      return matches(layer.name);
+    };
     if (std::none_of(tree.lora_layers.begin(), tree.lora_layers.end(),
                      matches_layer) &&
-        std::none_of(tree.stock_linear_names.begin(),
-                     tree.stock_linear_names.end(), matches)) {
+        std::none_of(tree.stock_layers.begin(), tree.stock_layers.end(),
+                     matches_stock_layer)) {
       without_effect.push_back(pattern.text());
     }
   }
   return without_effect;
+}
+
+// " in the layers 0, 8-11", where the configuration limits them.
+std::string InLayers(const TargetMatcher& matcher) {
+  if (matcher.layer_ranges().empty()) return "";
+  return absl::StrCat(" in the layers ", SomeOf(Texts(matcher.layer_ranges())));
+}
+
+// Ranges and lists of layers that no selected layer is in.
+std::vector<std::string> WarnOfLayersWithoutEffect(
+    const std::vector<SelectedLayer>& selected, const TargetMatcher& matcher) {
+  if (matcher.layer_ranges().empty()) return {};
+  std::vector<std::string> names;
+  for (const SelectedLayer& item : selected) {
+    names.insert(names.end(), item.names.begin(), item.names.end());
+  }
+  std::set<int64_t> indices;
+  for (const std::string& name : names) {
+    if (const auto index = matcher.LayerIndex(name)) indices.insert(*index);
+  }
+
+  std::vector<std::string> ranges;
+  for (const config::LayerRange& range : matcher.layer_ranges()) {
+    const auto inside = indices.lower_bound(range.first);
+    if (inside == indices.end() || *inside > range.last) {
+      ranges.push_back(ToString(range));
+    }
+  }
+  std::vector<std::string> warnings;
+  if (!ranges.empty()) {
+    warnings.push_back(
+        absl::StrCat("layers_to_transform ", SomeOf(ranges),
+                     " selects no layer that can take an adapter"));
+  }
+  for (const config::NamePattern& list : matcher.layer_lists()) {
+    const auto has_index = [&](const std::string& name) {
+      return LayerIndexAfter(list, name).has_value();
+    };
+    if (std::none_of(names.begin(), names.end(), has_index)) {
+      warnings.push_back(
+          absl::StrCat("layers_pattern '", list.text(),
+                       "' selects no layer that can take an adapter"));
+    }
+  }
+  return warnings;
 }
 
 }  // namespace
@@ -218,7 +348,8 @@ std::vector<LayerInModel> FindLoraLayers(const torch::nn::Module& model) {
 
 absl::StatusOr<LayerSelection> SelectLayers(
     const torch::nn::Module& model, const config::LoraConfig& config,
-    const std::vector<std::string>& architecture_exclusions) {
+    const std::vector<std::string>& architecture_exclusions,
+    const std::string& adapter_name) {
   LORA_ASSIGN_OR_RETURN(const TargetMatcher matcher,
                         TargetMatcher::Create(config, architecture_exclusions));
   LORA_ASSIGN_OR_RETURN(auto ranks, PatternTable<int64_t>::Create(
@@ -228,7 +359,7 @@ absl::StatusOr<LayerSelection> SelectLayers(
                                          "alpha_pattern", config.alpha_pattern,
                                          config.target_matching));
   const ModuleTree tree = Walk(model);
-  LORA_RETURN_IF_ERROR(CheckNoneAdapted(tree.lora_layers));
+  LORA_RETURN_IF_ERROR(CheckCanAdopt(tree.lora_layers, adapter_name));
 
   LayerSelection selection;
   Chooser chooser(matcher);
@@ -241,28 +372,34 @@ absl::StatusOr<LayerSelection> SelectLayers(
     selection.layers.push_back({item.layer, item.names, rank, alpha});
   }
 
-  const std::vector<std::string> stock = SelectedStockLinears(tree, matcher);
+  std::vector<std::string> stock = AdviceOnSelectedStockLayers(tree, matcher);
   if (selection.layers.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
         "no layer that can take a LoRA adapter was found for the targets [",
-        absl::StrJoin(matcher.targets(), ", "), "]",
-        stock.empty() ? std::string()
-                      : absl::StrCat("; ", AdviceOnStockLinear(stock))));
+        absl::StrJoin(matcher.targets(), ", "), "]", InLayers(matcher),
+        stock.empty() ? "" : "; ", absl::StrJoin(stock, "; ")));
   }
   LORA_RETURN_IF_ERROR(ranks.CheckAllHadAnEffect());
   LORA_RETURN_IF_ERROR(alphas.CheckAllHadAnEffect());
 
-  if (!stock.empty()) selection.warnings.push_back(AdviceOnStockLinear(stock));
+  for (std::string& advice : stock) {
+    selection.warnings.push_back(std::move(advice));
+  }
   if (config.target_modules && !config.target_modules->empty()) {
     for (const std::string& target : chooser.TargetsWithoutChoice()) {
-      selection.warnings.push_back(
-          absl::StrCat("the LoRA target '", target,
-                       "' selects no layer that can take an adapter"));
+      selection.warnings.push_back(absl::StrCat(
+          "the LoRA target '", target,
+          "' selects no layer that can take an adapter", InLayers(matcher)));
     }
   }
+  for (std::string& warning :
+       WarnOfLayersWithoutEffect(selection.layers, matcher)) {
+    selection.warnings.push_back(std::move(warning));
+  }
   for (const std::string& exclusion : ExclusionsWithoutEffect(tree, matcher)) {
-    selection.warnings.push_back(absl::StrCat("the LoRA exclusion '", exclusion,
-                                              "' matches no linear layer"));
+    selection.warnings.push_back(
+        absl::StrCat("the LoRA exclusion '", exclusion,
+                     "' matches no layer of a type that takes adapters"));
   }
   return selection;
 }

@@ -41,15 +41,16 @@ struct LayerSelection {
   std::vector<std::string> warnings;
 };
 
-// A layer is selected if a target matches one of its names and no exclusion
-// does; of the patterns for ranks and alphas, the first counts that matches one
-// of its names. `config` is enabled and valid.
-// kFailedPrecondition if a layer has an adapter already; kInvalidArgument, with
-// what to do, if nothing is selected or a pattern for ranks or alphas has no
-// effect.
+// A layer is selected if a target matches one of its names, no exclusion does,
+// and one of its names is in a layer (block) to transform; of the patterns for
+// ranks and alphas, the first counts that matches one of its names. `config` is
+// enabled and valid. kFailedPrecondition if a layer has an adapter
+// `adapter_name` already or is merged; kInvalidArgument, with what to do, if
+// nothing is selected or a pattern for ranks or alphas has no effect.
 absl::StatusOr<LayerSelection> SelectLayers(
     const torch::nn::Module& model, const config::LoraConfig& config,
-    const std::vector<std::string>& architecture_exclusions);
+    const std::vector<std::string>& architecture_exclusions,
+    const std::string& adapter_name = kDefaultAdapter);
 
 }  // namespace trainer_lora::lora::internal
 

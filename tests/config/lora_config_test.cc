@@ -1,9 +1,12 @@
 #include "config/lora_config.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -88,8 +91,8 @@ TEST(LoraConfigTest, RefusesABlockThatIsNoMapping) {
     const char* got;
   };
   const std::vector<Case> cases = {
-      {"lora: []", "a list"},     {"lora: [rank]", "a list"},
-      {"lora: true", "true"},     {"lora: 16", "16"},
+      {"lora: []", "an empty list"}, {"lora: [rank]", "a list"},
+      {"lora: true", "true"},        {"lora: 16", "16"},
       {"lora: \"on\"", "\"on\""},
   };
   for (const Case& c : cases) {
@@ -313,9 +316,11 @@ TEST(LoraConfigTest, WarnsOfUnknownKeysAndIgnoresThem) {
               ElementsAre("train.yaml:2:3: models.student.lora has unknown "
                           "keys: alhpa (did you mean alpha?), zoom; valid "
                           "keys: enable, rank, alpha, target_modules, "
-                          "exclude_modules, target_matching, rank_pattern, "
-                          "alpha_pattern, dropout, adapter_dtype, "
-                          "initialization, seed (ignored)"));
+                          "exclude_modules, target_matching, "
+                          "layers_to_transform, layers_pattern, rank_pattern, "
+                          "alpha_pattern, use_rslora, use_dora, dropout, bias, "
+                          "adapter_dtype, initialization, seed, "
+                          "loraplus_lr_ratio (ignored)"));
 }
 
 TEST(LoraConfigTest, ReportsAllProblemsOfABlock) {
@@ -353,12 +358,18 @@ lora:
   target_modules: [to_q, "16", all-linear]
   exclude_modules: embedder
   target_matching: regex
+  layers_to_transform: [0, 3, 8-11]
+  layers_pattern: [blocks, transformer.h]
   rank_pattern: {'.*\.to_out': 32, to_k: 8}
   alpha_pattern: {z: 0.5, a: 64}
+  use_rslora: true
+  use_dora: on
   dropout: 0.25
+  bias: lora_only
   adapter_dtype: float32
   initialization: gaussian
   seed: 9223372036854775807
+  loraplus_lr_ratio: 16
 )";
 
 LoraConfig AllFields() {
@@ -369,12 +380,18 @@ LoraConfig AllFields() {
   config.target_modules = {{"to_q", "16", "all-linear"}};
   config.exclude_modules = {"embedder"};
   config.target_matching = TargetMatching::kRegex;
+  config.layers_to_transform = {{{0, 0}, {3, 3}, {8, 11}}};
+  config.layers_pattern = {"blocks", "transformer.h"};
   config.rank_pattern = {{".*\\.to_out", 32}, {"to_k", 8}};
   config.alpha_pattern = {{"z", 0.5}, {"a", 64}};
+  config.use_rslora = true;
+  config.use_dora = true;
   config.dropout = 0.25;
+  config.bias = BiasTraining::kLoraOnly;
   config.adapter_dtype = AdapterDtype::kFloat32;
   config.initialization = AdapterInitialization::kGaussian;
   config.seed = std::numeric_limits<int64_t>::max();
+  config.loraplus_lr_ratio = 16;
   return config;
 }
 
@@ -386,12 +403,20 @@ TEST(LoraConfigTest, ReadsAllFields) {
   EXPECT_EQ(config->target_modules, AllFields().target_modules);
   EXPECT_THAT(config->exclude_modules, ElementsAre("embedder"));
   EXPECT_EQ(config->target_matching, TargetMatching::kRegex);
+  EXPECT_THAT(
+      *config->layers_to_transform,
+      ElementsAre(LayerRange{0, 0}, LayerRange{3, 3}, LayerRange{8, 11}));
+  EXPECT_THAT(config->layers_pattern, ElementsAre("blocks", "transformer.h"));
   EXPECT_EQ(config->rank_pattern, AllFields().rank_pattern);
   EXPECT_EQ(config->alpha_pattern, AllFields().alpha_pattern);
+  EXPECT_TRUE(config->use_rslora);
+  EXPECT_TRUE(config->use_dora);
   EXPECT_EQ(config->dropout, 0.25);
+  EXPECT_EQ(config->bias, BiasTraining::kLoraOnly);
   EXPECT_EQ(config->adapter_dtype, AdapterDtype::kFloat32);
   EXPECT_EQ(config->initialization, AdapterInitialization::kGaussian);
   EXPECT_EQ(config->seed, std::numeric_limits<int64_t>::max());
+  EXPECT_EQ(config->loraplus_lr_ratio, 16);
   EXPECT_EQ(*config, AllFields());
   EXPECT_THAT(logs.Records(), IsEmpty());
 }
@@ -434,13 +459,26 @@ TEST(LoraConfigTest, EveryWordHasItsMeaning) {
   }
   const std::vector<std::pair<const char*, AdapterInitialization>>
       initializations = {{"default", AdapterInitialization::kDefault},
-                         {"gaussian", AdapterInitialization::kGaussian}};
+                         {"gaussian", AdapterInitialization::kGaussian},
+                         {"pissa", AdapterInitialization::kPissa},
+                         {"olora", AdapterInitialization::kOlora}};
   for (const auto& [word, meaning] : initializations) {
     SCOPED_TRACE(word);
     LORA_ASSERT_OK_AND_ASSIGN(
         const std::optional<LoraConfig> config,
         CoerceText(absl::StrCat("lora: {initialization: ", word, "}")));
     EXPECT_EQ(config->initialization, meaning);
+  }
+  const std::vector<std::pair<const char*, BiasTraining>> biases = {
+      {"none", BiasTraining::kNone},
+      {"lora_only", BiasTraining::kLoraOnly},
+      {"all", BiasTraining::kAll}};
+  for (const auto& [word, meaning] : biases) {
+    SCOPED_TRACE(word);
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const std::optional<LoraConfig> config,
+        CoerceText(absl::StrCat("lora: {bias: ", word, "}")));
+    EXPECT_EQ(config->bias, meaning);
   }
 }
 
@@ -469,8 +507,65 @@ TEST(LoraConfigTest, RefusesWhatAFieldCannotBe) {
        "bfloat16 or float16, got a list",
        true},
       {"initialization: Gaussian",
-       "4:19: models.student.lora.initialization must be default or gaussian, "
-       "got Gaussian (did you mean gaussian?)",
+       "4:19: models.student.lora.initialization must be default, gaussian, "
+       "pissa or olora, got Gaussian (did you mean gaussian?)",
+       true},
+      {"bias: true",
+       "4:9: models.student.lora.bias must be none, lora_only or all, got "
+       "true",
+       true},
+      {"use_rslora: \"true\"",
+       "4:15: models.student.lora.use_rslora must be true or false without "
+       "quotes, got \"true\"",
+       true},
+      {"use_dora: 1",
+       "4:13: models.student.lora.use_dora must be true or false without "
+       "quotes, got 1",
+       true},
+      {"layers_to_transform: all",
+       "4:24: models.student.lora.layers_to_transform must be a list of "
+       "layers such as [0, 8-11], got all",
+       true},
+      {"layers_to_transform: [0, 8-b]",
+       "4:28: models.student.lora.layers_to_transform[1] must be an integer "
+       "or a range such as 8-11, got 8-b",
+       true},
+      {"layers_to_transform: []",
+       "4:24: models.student.lora.layers_to_transform must be left out (for "
+       "all layers) or name at least one, got an empty list",
+       false},
+      {"layers_to_transform: [0, -1]",
+       "4:28: models.student.lora.layers_to_transform[1] must be an integer "
+       "from 0 on, got -1",
+       false},
+      {"layers_to_transform: 11-8",
+       "4:24: models.student.lora.layers_to_transform must be a range from a "
+       "lower to a higher layer, got 11-8",
+       false},
+      {"layers_to_transform: [8-11, 0, 9]",
+       "4:34: models.student.lora.layers_to_transform[2] must be apart from "
+       "8-11, which is there already, got 9",
+       false},
+      {"layers_pattern: [blocks]",
+       "4:19: models.student.lora.layers_pattern must be left out without "
+       "layers_to_transform, got a list",
+       false},
+      {"layers_pattern: blocks\n  layers_to_transform: null",
+       "4:19: models.student.lora.layers_pattern must be left out without "
+       "layers_to_transform, got blocks",
+       false},
+      // One mistake, one message.
+      {"layers_pattern: blocks\n  layers_to_transform: all",
+       "5:24: models.student.lora.layers_to_transform must be a list of "
+       "layers such as [0, 8-11], got all",
+       true},
+      {"loraplus_lr_ratio: 0",
+       "4:22: models.student.lora.loraplus_lr_ratio must be a positive "
+       "number, got 0",
+       false},
+      {"loraplus_lr_ratio: .inf",
+       "4:22: models.student.lora.loraplus_lr_ratio must be a positive "
+       "number, got .inf",
        true},
       {"exclude_modules: [a, \"\"]",
        "4:24: models.student.lora.exclude_modules[1] must be a string that is "
@@ -578,11 +673,81 @@ TEST(LoraConfigTest, AcceptsPatternsOfTheirSyntax) {
   }
 }
 
-TEST(LoraConfigTest, MergesDuplicateExclusions) {
+TEST(LoraConfigTest, MergesDuplicateNames) {
   LORA_ASSERT_OK_AND_ASSIGN(
       const std::optional<LoraConfig> config,
-      CoerceText(Enabled("rank: 4\n  exclude_modules: [b, a, b]")));
+      CoerceText(Enabled("rank: 4\n  exclude_modules: [b, a, b]\n"
+                         "  layers_to_transform: 0\n"
+                         "  layers_pattern: [h, blocks, h]")));
   EXPECT_THAT(config->exclude_modules, ElementsAre("b", "a"));
+  EXPECT_THAT(config->layers_pattern, ElementsAre("h", "blocks"));
+}
+
+TEST(LoraConfigTest, LayersAreAListOrOneOfItsElements) {
+  struct Case {
+    const char* text;
+    std::vector<LayerRange> ranges;
+  };
+  for (const Case& c :
+       std::vector<Case>{{"5", {{5, 5}}},
+                         {"8-11", {{8, 11}}},
+                         {"[8-11, 3, 4-7, \"0\", 12-12]",
+                          {{8, 11}, {3, 3}, {4, 7}, {0, 0}, {12, 12}}}}) {
+    SCOPED_TRACE(c.text);
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const std::optional<LoraConfig> config,
+        CoerceText(
+            Enabled(absl::StrCat("rank: 4\n  layers_to_transform: ", c.text))));
+    EXPECT_EQ(config->layers_to_transform, c.ranges);
+  }
+}
+
+// Against a set of the layers that are taken.
+TEST(LoraConfigTest, RefusesEveryOverlapOfLayers) {
+  std::mt19937 random(0);
+  for (int round = 0; round < 200; ++round) {
+    LoraConfig config;
+    config.enable = true;
+    config.rank = 4;
+    config.layers_to_transform.emplace();
+    std::set<int64_t> taken;
+    std::vector<std::string> refused;
+    for (int i = 0; i < 6; ++i) {
+      const int64_t first = random() % 40;
+      const int64_t last = first + random() % 5;
+      config.layers_to_transform->push_back({first, last});
+      const auto inside = taken.lower_bound(first);
+      if (inside != taken.end() && *inside <= last) {
+        refused.push_back(absl::StrCat("[", i, "] must be apart from"));
+        continue;
+      }
+      for (int64_t layer = first; layer <= last; ++layer) taken.insert(layer);
+    }
+    const absl::Status status = config.Validate();
+    EXPECT_EQ(status.ok(), refused.empty());
+    for (const std::string& element : refused) {
+      EXPECT_THAT(std::string(status.message()), HasSubstr(element));
+    }
+    EXPECT_EQ(std::count(status.message().begin(), status.message().end(), '['),
+              refused.size());
+  }
+}
+
+TEST(LoraConfigTest, WarnsOfARatioThatSlowsLoraBDown) {
+  LogCapture logs;
+  ASSERT_THAT(CoerceText(Enabled("rank: 4\n  loraplus_lr_ratio: 1")), IsOk());
+  ASSERT_THAT(CoerceText("lora: {loraplus_lr_ratio: 0.5}"), IsOk());
+  EXPECT_THAT(logs.Records(), IsEmpty());
+  ASSERT_THAT(CoerceText(Enabled("rank: 4\n  loraplus_lr_ratio: 0.0625")),
+              IsOk());
+  LoraConfig config = AllFields();
+  config.loraplus_lr_ratio = 0.5;
+  ASSERT_THAT(LoraConfig::Coerce(config), IsOk());
+  EXPECT_THAT(
+      logs.Messages(LogLevel::kWarning),
+      ElementsAre("models.student.lora.loraplus_lr_ratio=0.0625 makes lora_B "
+                  "learn slower than lora_A; LoRA+ is for ratios above 1",
+                  HasSubstr("lora.loraplus_lr_ratio=0.5 makes lora_B")));
 }
 
 // A file may have a rank for each of thousands of layers.
@@ -632,12 +797,23 @@ TEST(LoraConfigTest, ToYamlHasEveryFieldThatIsSet) {
             "enable: false\n"
             "exclude_modules: []\n"
             "target_matching: substring\n"
+            "layers_pattern: []\n"
             "rank_pattern: {}\n"
             "alpha_pattern: {}\n"
+            "use_rslora: false\n"
+            "use_dora: false\n"
             "dropout: 0\n"
+            "bias: none\n"
             "adapter_dtype: base\n"
             "initialization: default\n"
             "seed: 0\n");
+}
+
+TEST(LoraConfigTest, ToYamlWritesLayersAsTheyAreRead) {
+  LoraConfig config;
+  config.layers_to_transform = {{{0, 0}, {8, 11}}};
+  EXPECT_THAT(WriteYaml(config.ToYaml()),
+              HasSubstr("\nlayers_to_transform: [0, 8-11]\n"));
 }
 
 TEST(LoraConfigTest, ConfigsThatDifferInAFieldAreNotEqual) {
@@ -653,12 +829,18 @@ TEST(LoraConfigTest, ConfigsThatDifferInAFieldAreNotEqual) {
       {"exclude_modules", [](LoraConfig* c) { c->exclude_modules.clear(); }},
       {"target_matching",
        [](LoraConfig* c) { c->target_matching = TargetMatching::kGlob; }},
+      {"layers_to_transform",
+       [](LoraConfig* c) { c->layers_to_transform->back().last = 12; }},
+      {"layers_pattern", [](LoraConfig* c) { c->layers_pattern = {"blocks"}; }},
       {"rank_pattern",
        [](LoraConfig* c) {
          std::swap(c->rank_pattern[0], c->rank_pattern[1]);
        }},
       {"alpha_pattern", [](LoraConfig* c) { c->alpha_pattern[0].second = 9; }},
+      {"use_rslora", [](LoraConfig* c) { c->use_rslora = false; }},
+      {"use_dora", [](LoraConfig* c) { c->use_dora = false; }},
       {"dropout", [](LoraConfig* c) { c->dropout = 0; }},
+      {"bias", [](LoraConfig* c) { c->bias = BiasTraining::kAll; }},
       {"adapter_dtype",
        [](LoraConfig* c) { c->adapter_dtype = AdapterDtype::kFloat16; }},
       {"initialization",
@@ -666,6 +848,8 @@ TEST(LoraConfigTest, ConfigsThatDifferInAFieldAreNotEqual) {
          c->initialization = AdapterInitialization::kDefault;
        }},
       {"seed", [](LoraConfig* c) { c->seed = 1; }},
+      {"loraplus_lr_ratio",
+       [](LoraConfig* c) { c->loraplus_lr_ratio.reset(); }},
   };
   EXPECT_EQ(AllFields(), AllFields());
   EXPECT_EQ(cases.size(), AllFields().ToYaml().size()) << "a field each";
@@ -683,6 +867,9 @@ TEST(LoraConfigTest, ValidateChecksEveryField) {
   config.rank_pattern = {{"to_q", 0}, {"to_q", 1}, {"", 2}, {"to_(q", 3}};
   config.dropout = 1;
   config.seed = -1;
+  config.layers_to_transform = {{{5, 2}, {-3, 4}}};
+  config.bias = static_cast<BiasTraining>(5);
+  config.loraplus_lr_ratio = std::numeric_limits<double>::infinity();
   config.target_matching = static_cast<TargetMatching>(77);
   config.exclude_modules = {"", "null"};
   EXPECT_THAT(
@@ -692,9 +879,13 @@ TEST(LoraConfigTest, ValidateChecksEveryField) {
                "got \"\"\n"
                "lora.target_matching must be substring, exact, suffix, glob "
                "or regex, got 77\n"
+               "lora.layers_to_transform[1] must be an integer or a range "
+               "such as 8-11, got -3-4\n"
                "the key \"to_q\" is given twice\n"
                "a key of lora.rank_pattern must be text that is not empty, got "
                "\"\"\n"
+               "lora.bias must be none, lora_only or all, got 5\n"
+               "lora.loraplus_lr_ratio must be a positive number, got .inf\n"
                "lora.dropout must be a number from 0 to below 1, got 1\n"
                "lora.seed must be an integer from 0 on, got -1"));
 }

@@ -138,7 +138,7 @@ TEST(TrainerConfigTest, ReportsAllProblemsOfAFile) {
                        "train.yaml:13:11: models.critic must be a mapping, got "
                        "a list\n"
                        "train.yaml:15:11: models.judge.lora must be a mapping, "
-                       "got a list\n"
+                       "got an empty list\n"
                        "train.yaml:16:3: models.empty must be a mapping, got "
                        "null"));
 }
@@ -454,9 +454,13 @@ training: {betas: [0.9, .inf], notes: "two\nlines", name: , debug: {}}
       target_modules: [to_q]
       exclude_modules: []
       target_matching: substring
+      layers_pattern: []
       rank_pattern: {}
       alpha_pattern: {}
+      use_rslora: false
+      use_dora: false
       dropout: 0
+      bias: none
       adapter_dtype: base
       initialization: default
       seed: 7
@@ -470,9 +474,13 @@ training: {betas: [0.9, .inf], notes: "two\nlines", name: , debug: {}}
       target_modules: [to_q]
       exclude_modules: []
       target_matching: substring
+      layers_pattern: []
       rank_pattern: {}
       alpha_pattern: {}
+      use_rslora: false
+      use_dora: false
       dropout: 0
+      bias: none
       adapter_dtype: base
       initialization: default
       seed: 0

@@ -459,6 +459,59 @@ TEST(YamlMappingTest, ReadsWordsThatStandForValues) {
   }
 }
 
+TEST(YamlMappingTest, ReadsListsOfIntegersAndRanges) {
+  using Ranges = std::vector<std::pair<int64_t, int64_t>>;
+  struct Case {
+    const char* text;
+    Ranges value;
+    const char* error = "";
+  };
+  const Ranges before = {{7, 7}};
+  const std::vector<Case> cases = {
+      {"[0, 3, 8-11]", {{0, 0}, {3, 3}, {8, 11}}},
+      {"\n  - 8-11\n  - '0-3'\n", {{8, 11}, {0, 3}}},
+      {"5", {{5, 5}}},
+      {"\"5\"", {{5, 5}}},
+      {"16.0", {{16, 16}}},
+      {"-5", {{-5, -5}}},
+      {"0-0", {{0, 0}}},
+      // Whether it makes sense is not for the reader to say.
+      {"11-8", {{11, 8}}},
+      {"0-9223372036854775807", {{0, 9223372036854775807}}},
+      {"[]", {}},
+      {"null", before},
+      {"all", before,
+       "f.yaml:2:6: key must be a list of integers and ranges, got all"},
+      {"{a: 1}", before,
+       "f.yaml:2:6: key must be a list of integers and ranges, got a mapping"},
+      {"[1, 2.5, a-b, true, [3]]", before,
+       "f.yaml:2:10: key[1] must be an integer or a range such as 8-11, got "
+       "2.5\n"
+       "f.yaml:2:15: key[2] must be an integer or a range such as 8-11, got "
+       "a-b\n"
+       "f.yaml:2:20: key[3] must be an integer or a range such as 8-11, got "
+       "true\n"
+       "f.yaml:2:26: key[4] must be an integer or a range such as 8-11, got a "
+       "list"},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.text);
+    Ranges value = before;
+    EXPECT_EQ(ReadValue(c.text, &value), c.error);
+    EXPECT_EQ(value, c.value);
+  }
+  for (const char* text :
+       {"8-", "-11-8", "8--11", "8-11-12", "8 - 11", "8..11", "8:11", "08-11",
+        "8-011", "1.0-2", "0x1-2", "0-9223372036854775808", "!mine 8-11",
+        "!mine 8", "\"\"", "99999999999999999999"}) {
+    SCOPED_TRACE(text);
+    Ranges value = before;
+    EXPECT_THAT(ReadValue(absl::StrCat("[", text, "]"), &value),
+                HasSubstr("key[0] must be an integer or a range"));
+    EXPECT_EQ(value, before);
+  }
+}
+
 TEST(YamlMappingTest, ReadsNumbersByTextInOrder) {
   using Pairs = std::vector<std::pair<std::string, int64_t>>;
   struct Case {

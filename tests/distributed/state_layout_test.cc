@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -36,7 +37,7 @@ TEST(StateLayoutTest, HasTheSliceOfEveryRank) {
     LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh,
                               DeviceMesh::Create(group, kTwoByTwo));
     const StateLayout layout{
-        {5, 4}, {mesh, {Placement::Replicate(), Placement::Shard(0)}}, {}};
+        {5, 4}, {mesh, {Placement::Replicate(), Placement::Shard(0)}}};
     EXPECT_THAT(layout.Validate(), IsOk());
     EXPECT_THAT(layout.SlicesOf(2), ElementsAre(TensorSlice{{0, 0}, {3, 4}}));
     EXPECT_THAT(layout.SlicesOf(3), ElementsAre(TensorSlice{{3, 0}, {2, 4}}));
@@ -48,8 +49,8 @@ TEST(StateLayoutTest, HasTheSliceOfEveryRank) {
 TEST(StateLayoutTest, ShardsEachPartByItself) {
   RunRanks(2, [](int, GroupPtr group) {
     LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
-    const StateLayout layout{
-        {8, 3}, {mesh, {Placement::Shard(0)}}, /*parts=*/{4, 2, 2}};
+    const StateLayout layout{{8, 3},
+                             {mesh, {Placement::Shard(0)}, {{4}, {2}, {2}}}};
     EXPECT_THAT(layout.Validate(), IsOk());
     EXPECT_THAT(layout.SlicesOf(1), ElementsAre(TensorSlice{{2, 0}, {2, 3}},
                                                 TensorSlice{{5, 0}, {1, 3}},
@@ -62,18 +63,72 @@ TEST(StateLayoutTest, RefusesWhatDoesNotFit) {
   RunRanks(1, [](int, GroupPtr group) {
     LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
     const ParameterLayout rows{mesh, {Placement::Shard(0)}};
+    const auto parts = [&](std::vector<ShardedPart> parts) {
+      return StateLayout{{4}, {mesh, {Placement::Shard(0)}, std::move(parts)}};
+    };
     constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
-    EXPECT_THAT((StateLayout{{4}, {nullptr, {}}, {}}.Validate()),
+    EXPECT_THAT((StateLayout{{4}, {nullptr, {}}}.Validate()),
                 StatusIs(kInvalid, HasSubstr("has no mesh")));
-    EXPECT_THAT((StateLayout{{4}, {mesh, {}}, {}}.Validate()),
+    EXPECT_THAT((StateLayout{{4}, {mesh, {}}}.Validate()),
                 StatusIs(kInvalid, HasSubstr("0 placements for")));
-    EXPECT_THAT((StateLayout{{}, rows, {}}.Validate()),
+    EXPECT_THAT((StateLayout{{}, rows}.Validate()),
                 StatusIs(kInvalid, HasSubstr("shards dimension 0 of a tensor "
                                              "of 0")));
-    EXPECT_THAT((StateLayout{{4}, rows, {2, 1}}.Validate()),
-                StatusIs(kInvalid, HasSubstr("parts (2, 1) don't sum")));
-    EXPECT_THAT((StateLayout{{4}, rows, {5, -1}}.Validate()),
+    EXPECT_THAT(parts({{2}, {1}}).Validate(),
+                StatusIs(kInvalid, HasSubstr("Shard(0) in parts 2, 1) don't "
+                                             "sum to dimension 0 of [4]")));
+    EXPECT_THAT(parts({{5}, {-1}}).Validate(),
                 StatusIs(kInvalid, HasSubstr("a part of size -1")));
+    EXPECT_THAT(parts({{2}, {2, 0}}).Validate(),
+                StatusIs(kInvalid, HasSubstr("a part with 0 replicas")));
+  });
+}
+
+// As the weight of q, k and v with fewer heads for k and v than ranks.
+TEST(StateLayoutTest, ConsecutiveRanksHoldTheReplicasOfAPart) {
+  RunRanks(4, [](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
+    const StateLayout layout{
+        {13, 3}, {mesh, {Placement::Shard(0)}, {{8}, {4, 2}, {1, 4}}}};
+    EXPECT_THAT(layout.Validate(), IsOk());
+    for (int64_t holder = 0; holder < 4; ++holder) {
+      EXPECT_THAT(layout.SlicesOf(holder),
+                  ElementsAre(TensorSlice{{2 * holder, 0}, {2, 3}},
+                              TensorSlice{{8 + holder / 2 * 2, 0}, {2, 3}},
+                              TensorSlice{{12, 0}, {1, 3}}));
+    }
+    EXPECT_THAT(layout.LocalShape(), ElementsAre(5, 3));
+    EXPECT_EQ(layout.layout.ToString(),
+              "replicate: Shard(0) in parts 8, 4 x 2, 1 x 4");
+
+    const std::vector<Chunk> parts = layout.layout.LocalParts();
+    ASSERT_EQ(parts.size(), 3);
+    EXPECT_EQ(parts[0].offset, 2 * rank);
+    EXPECT_EQ(parts[1].offset, rank / 2 * 2);
+    EXPECT_EQ(parts[1].size, 2);
+    EXPECT_EQ(parts[2].offset, 0);
+    EXPECT_EQ(parts[2].size, 1);
+  });
+}
+
+TEST(StateLayoutTest, ReplicasDivideTheOneDimensionThatShardsRows) {
+  RunRanks(4, [](int, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh,
+                              DeviceMesh::Create(group, kTwoByTwo));
+    const auto layout = [&](Placement first, Placement second,
+                            int64_t replicas) {
+      return StateLayout{{4}, {mesh, {first, second}, {{4, replicas}}}};
+    };
+    const Placement replicated = Placement::Replicate();
+    const Placement rows = Placement::Shard(0);
+    EXPECT_THAT(layout(replicated, rows, 2).Validate(), IsOk());
+    const auto is_refused =
+        StatusIs(absl::StatusCode::kInvalidArgument,
+                 HasSubstr("must divide the ranks of the one dimension of "
+                           "DeviceMesh(replicate=2, shard=2) that shards"));
+    EXPECT_THAT(layout(replicated, rows, 3).Validate(), is_refused);
+    EXPECT_THAT(layout(replicated, replicated, 2).Validate(), is_refused);
+    EXPECT_THAT(layout(rows, rows, 2).Validate(), is_refused);
   });
 }
 

@@ -63,7 +63,7 @@ at::Tensor Reference(const LoraLayer& layer, const at::Tensor& x) {
   const auto parameters = layer.named_parameters();
   const at::Tensor base = at::linear(x, parameters["base_layer.weight"],
                                      parameters["base_layer.bias"]);
-  return base + layer.lora_alpha() / static_cast<double>(layer.lora_rank()) *
+  return base + layer.adapter().options.alpha / static_cast<double>(layer.adapter().options.rank) *
                     at::matmul(at::matmul(x, parameters["lora_A"].t()),
                                parameters["lora_B"].t());
 }

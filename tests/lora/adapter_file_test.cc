@@ -367,7 +367,9 @@ TEST_F(AdapterFileTest, BrokenFoldersAreClearErrors) {
            Case{R"({"peft_type": "LORA", "r": "2", "lora_alpha": 4})",
                 StatusCode::kDataLoss, "r must be a number"},
            Case{R"({"peft_type": "LORA", "use_dora": true, )" + numbers + "}",
-                StatusCode::kFailedPrecondition, "use_dora is not supported"},
+                StatusCode::kFailedPrecondition,
+                "saved with use_dora: true, the "
+                "model was enabled with false"},
            Case{R"({"peft_type": "LORA", "rank_pattern": {"to_q": 4}, )" +
                     numbers + "}",
                 StatusCode::kFailedPrecondition, "to_q was saved with rank 4"},

@@ -14,6 +14,7 @@
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "config/logging.h"
 #include "config/lora_config.h"
 #include "distributed/checkpoint/safetensors_file.h"
@@ -26,6 +27,8 @@
 #include "tests/testutil/status_matchers.h"
 #include "torch/nn/modules/activation.h"
 #include "torch/nn/modules/container/modulelist.h"
+#include "torch/nn/modules/conv.h"
+#include "torch/nn/modules/embedding.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/nn/modules/normalization.h"
 #include "torch/optim/sgd.h"
@@ -34,7 +37,9 @@ namespace trainer_lora::lora {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::AllOfArray;
 using ::testing::ElementsAre;
+using ::testing::ElementsAreArray;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -191,7 +196,7 @@ TEST(EnableLoraTrainingTest, AlphaDefaultsToTheRankAndAFractionIsKept) {
     config::LoraConfig config = Config();
     config.alpha = alpha;
     ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
-    EXPECT_EQ(LoraLayers(model)[0].layer->lora_alpha(), expected);
+    EXPECT_EQ(LoraLayers(model)[0].layer->adapter().options.alpha, expected);
   }
 }
 
@@ -234,8 +239,8 @@ TEST(EnableLoraTrainingTest, WarnsOfAnExclusionWithoutEffect) {
   LogCapture logs;
   ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
   EXPECT_THAT(logs.Messages(LogLevel::kWarning),
-              ElementsAre(HasSubstr("'attn' matches no linear layer"),
-                          HasSubstr("'embedder' matches no linear layer")));
+              ElementsAre(HasSubstr("'attn' matches no layer"),
+                          HasSubstr("'embedder' matches no layer")));
 }
 
 TEST(EnableLoraTrainingTest, MatchesInEachOfTheWays) {
@@ -301,8 +306,10 @@ TEST(EnableLoraTrainingTest, PatternsGiveLayersTheirOwnRankAndAlpha) {
   const double alphas[] = {6, 6, 0.5, 0.5};
   ASSERT_EQ(layers.size(), 4);
   for (size_t i = 0; i < layers.size(); ++i) {
-    EXPECT_EQ(layers[i].layer->lora_rank(), ranks[i]) << layers[i].name;
-    EXPECT_EQ(layers[i].layer->lora_alpha(), alphas[i]) << layers[i].name;
+    EXPECT_EQ(layers[i].layer->adapter().options.rank, ranks[i])
+        << layers[i].name;
+    EXPECT_EQ(layers[i].layer->adapter().options.alpha, alphas[i])
+        << layers[i].name;
     EXPECT_EQ(layers[i].layer->lora_A().size(0), ranks[i]);
     EXPECT_EQ(layers[i].layer->lora_B().size(1), ranks[i]);
   }
@@ -313,8 +320,8 @@ TEST(EnableLoraTrainingTest, AlphaDefaultsToTheLayersOwnRank) {
   config::LoraConfig config = Config();
   config.rank_pattern = {{"blocks.0", 4}};
   ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
-  EXPECT_EQ(LoraLayers(model)[0].layer->lora_alpha(), 4);
-  EXPECT_EQ(LoraLayers(model)[2].layer->lora_alpha(), 2);
+  EXPECT_EQ(LoraLayers(model)[0].layer->adapter().options.alpha, 4);
+  EXPECT_EQ(LoraLayers(model)[2].layer->adapter().options.alpha, 2);
 }
 
 TEST(EnableLoraTrainingTest, AdapterDtypeIsAnOption) {
@@ -455,6 +462,48 @@ TEST(EnableLoraTrainingTest, WarnsOfStockLinearLayersAndSaysWhatToUse) {
                   AllOf(HasSubstr("blocks.0.proj"),
                         HasSubstr("trainer_lora::lora::ReplicatedLinear")),
                   HasSubstr("'proj' selects no layer")));
+}
+
+TEST(EnableLoraTrainingTest, NamesTheReplacementForEachStockType) {
+  const auto add_stock_layers = [](torch::nn::Module& model) {
+    model.register_module("conv1", torch::nn::Conv1d(2, 2, 1));
+    model.register_module("conv2", torch::nn::Conv2d(2, 2, 1));
+    model.register_module("conv3", torch::nn::Conv3d(2, 2, 1));
+    model.register_module("tokens", torch::nn::Embedding(2, 2));
+  };
+  const auto advice = [](const char* name, const char* type) {
+    return HasSubstr(
+        absl::StrCat(name, ": torch::nn::", type,
+                     " cannot take a LoRA adapter; declare the layer as "
+                     "trainer_lora::lora::",
+                     type, ","));
+  };
+  const auto all = {advice("conv1", "Conv1d"), advice("conv2", "Conv2d"),
+                    advice("conv3", "Conv3d"), advice("tokens", "Embedding")};
+
+  Model model(1);
+  add_stock_layers(model);
+  LogCapture logs;
+  ASSERT_THAT(EnableLoraTraining(model, Config({"to_q", "conv", "tokens"})),
+              IsOk());
+  std::vector<std::string> warnings = logs.Messages(LogLevel::kWarning);
+  ASSERT_GE(warnings.size(), all.size());
+  warnings.resize(all.size());
+  EXPECT_THAT(warnings, ElementsAreArray(all));
+
+  Model nothing_else(0);
+  add_stock_layers(nothing_else);
+  EXPECT_THAT(EnableLoraTraining(nothing_else, Config({"conv", "tokens"})),
+              StatusIs(absl::StatusCode::kInvalidArgument, AllOfArray(all)));
+}
+
+TEST(EnableLoraTrainingTest, AllLinearDoesNotMeanConvolutionsOfLibtorch) {
+  Model model(1);
+  model.register_module("conv", torch::nn::Conv2d(2, 2, 1));
+  LogCapture logs;
+  ASSERT_THAT(EnableLoraTraining(model, Config({"all-linear"})), IsOk());
+  EXPECT_THAT(logs.Messages(LogLevel::kWarning),
+              ElementsAre(HasSubstr("blocks.0.proj: torch::nn::Linear")));
 }
 
 TEST(EnableLoraTrainingTest, WarnsOfARankLargerThanTheLayer) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <random>
 #include <regex>
 #include <set>
@@ -160,7 +161,79 @@ config::LoraConfig RandomConfig(Random& random) {
     config.exclude_modules.push_back(
         RandomPattern(config.target_matching, random));
   }
+  if (Below(2, random) == 0) return config;
+  // Disjoint, in any order.
+  std::vector<config::LayerRange> ranges;
+  for (int64_t first = Below(2, random); first <= 10;) {
+    const int64_t last = first + Below(4, random);
+    ranges.push_back({first, last});
+    first = last + 1 + Below(9, random);
+  }
+  std::shuffle(ranges.begin(), ranges.end(), random);
+  config.layers_to_transform = ranges;
+  if (Below(3, random) > 0) return config;
+  for (int i = Below(3, random); i >= 0; --i) {
+    const std::string list = RandomName(random);
+    config.layers_pattern.push_back(
+        Below(4, random) == 0 ? absl::StrCat(RandomName(random), ".", list)
+                              : list);
+  }
   return config;
+}
+
+// The only numbers among the names that the tree is made of.
+std::optional<int64_t> IndexOf(const std::string& component) {
+  if (component == "0") return 0;
+  if (component == "1") return 1;
+  if (component == "10") return 10;
+  return std::nullopt;
+}
+
+// From the first component on, with every end of a list tried.
+std::optional<int64_t> LayerIndex(const config::LoraConfig& config,
+                                  const std::string& name) {
+  const std::vector<std::string> parts = absl::StrSplit(name, '.');
+  std::vector<std::string> lists = config.layers_pattern;
+  if (lists.empty()) lists = {""};
+  for (const std::string& list : lists) {
+    const std::vector<std::string> wanted =
+        absl::StrSplit(list, '.', absl::SkipEmpty());
+    for (size_t i = wanted.size(); i < parts.size(); ++i) {
+      const auto before = parts.begin() + static_cast<int64_t>(i);
+      if (std::equal(wanted.rbegin(), wanted.rend(),
+                     std::make_reverse_iterator(before)) &&
+          IndexOf(parts[i])) {
+        return IndexOf(parts[i]);
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+bool IsIn(const config::LayerRange& range, std::optional<int64_t> index) {
+  return index && *index >= range.first && *index <= range.last;
+}
+
+bool IsInLayers(const config::LoraConfig& config, const std::string& name) {
+  if (!config.layers_to_transform) return true;
+  for (const config::LayerRange& range : *config.layers_to_transform) {
+    if (IsIn(range, LayerIndex(config, name))) return true;
+  }
+  return false;
+}
+
+// Whether there is a range that none of `names` is in.
+bool HasIdleRange(const config::LoraConfig& config,
+                  const std::vector<std::string>& names) {
+  if (!config.layers_to_transform) return false;
+  for (const config::LayerRange& range : *config.layers_to_transform) {
+    if (std::none_of(names.begin(), names.end(), [&](const std::string& name) {
+          return IsIn(range, LayerIndex(config, name));
+        })) {
+      return true;
+    }
+  }
+  return false;
 }
 
 bool Selected(const config::LoraConfig& config, const std::string& name) {
@@ -169,6 +242,7 @@ bool Selected(const config::LoraConfig& config, const std::string& name) {
   };
   return std::any_of(config.target_modules->begin(),
                      config.target_modules->end(), matches) &&
+         IsInLayers(config, name) &&
          std::none_of(config.exclude_modules.begin(),
                       config.exclude_modules.end(), matches);
 }
@@ -183,8 +257,9 @@ std::vector<std::string> SelectedOf(const std::vector<std::string>& names,
 }
 
 TEST(LayerSelectionPropertyTest, AdaptsWhatAPlainReferencePicks) {
-  constexpr int kModels = 500;
+  constexpr int kModels = 1000;
   int models_with_layers = 0;
+  int models_with_ranges = 0;
   for (uint32_t seed = 0; seed < kModels; ++seed) {
     Random random(seed);
     Tree tree;
@@ -195,7 +270,15 @@ TEST(LayerSelectionPropertyTest, AdaptsWhatAPlainReferencePicks) {
     SCOPED_TRACE(absl::StrCat(
         "seed ", seed, ", mode ", static_cast<int>(config.target_matching),
         ", targets ", absl::StrJoin(*config.target_modules, " "),
-        ", exclusions ", absl::StrJoin(config.exclude_modules, " ")));
+        ", exclusions ", absl::StrJoin(config.exclude_modules, " "),
+        ", layers ",
+        absl::StrJoin(config.layers_to_transform.value_or(
+                          std::vector<config::LayerRange>()),
+                      " ",
+                      [](std::string* out, const config::LayerRange& range) {
+                        absl::StrAppend(out, ToString(range));
+                      }),
+        " of ", absl::StrJoin(config.layers_pattern, " ")));
 
     LogCapture logs;
     const auto training = EnableLoraTraining(*tree.root, config);
@@ -207,6 +290,7 @@ TEST(LayerSelectionPropertyTest, AdaptsWhatAPlainReferencePicks) {
       continue;
     }
     ++models_with_layers;
+    if (config.layers_to_transform) ++models_with_ranges;
     ASSERT_TRUE(training.ok()) << training.status();
     EXPECT_THAT(training->layer_names, ElementsAreArray(expected));
     std::vector<std::string> trainable;
@@ -225,10 +309,13 @@ TEST(LayerSelectionPropertyTest, AdaptsWhatAPlainReferencePicks) {
         absl::StrJoin(logs.Messages(LogLevel::kWarning), "\n");
     EXPECT_EQ(warnings.find("torch::nn::Linear") != std::string::npos,
               !SelectedOf(tree.stock, config).empty());
+    EXPECT_EQ(warnings.find("layers_to_transform") != std::string::npos,
+              HasIdleRange(config, expected));
   }
   // The generator is of use: neither all nor nothing is selected.
-  EXPECT_GT(models_with_layers, kModels / 5);
+  EXPECT_GT(models_with_layers, kModels / 6);
   EXPECT_LT(models_with_layers, kModels);
+  EXPECT_GT(models_with_ranges, kModels / 25);
 }
 
 }  // namespace

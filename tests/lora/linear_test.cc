@@ -79,8 +79,8 @@ TEST(LoraLayerTest, AdoptionRenamesTheStateAndKeepsTheModule) {
   EXPECT_THAT(layer->lora_B().sizes(), ElementsAre(7, 2));
   EXPECT_TRUE(layer->lora_A().requires_grad());
   EXPECT_TRUE(layer->lora_B().requires_grad());
-  EXPECT_EQ(layer->lora_rank(), 2);
-  EXPECT_EQ(layer->lora_alpha(), 3);
+  EXPECT_EQ(layer->adapter().options.rank, 2);
+  EXPECT_EQ(layer->adapter().options.alpha, 3);
 }
 
 TEST(LoraLayerTest, ForwardAddsTheScaledProductOfTheFactors) {
@@ -242,9 +242,16 @@ TEST(LoraLayerTest, RefusesASecondAdapterAndForeignFactors) {
   EXPECT_FALSE(layer->is_adapted());
   Adopt(*layer);
   const auto keys = Keys(layer->named_parameters());
-  EXPECT_THAT(layer->EmptyAdapter(Options(2, 2)),
+  auto second = layer->EmptyAdapter(Options(2, 2));
+  ASSERT_THAT(second, IsOk());
+  EXPECT_THAT(layer->AdoptAdapter(*second),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        HasSubstr("has a LoRA adapter already")));
+  for (const char* name : {"", "a.b"}) {
+    EXPECT_THAT(layer->AdoptAdapter(*second, name),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("is not empty and has no dot")));
+  }
   EXPECT_EQ(Keys(layer->named_parameters()), keys);
 }
 

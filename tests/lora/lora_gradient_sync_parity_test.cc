@@ -94,7 +94,7 @@ struct Model : torch::nn::Module {
     for (auto& [name, layer] : layers) {
       ParameterLayout layout = ParameterLayout::Replicated(mesh);
       if (placements.count(name) > 0) layout.placements = placements.at(name);
-      layer->set_lora_layouts(layout, layout);
+      layer->set_replicated_layout(layout);
       parameters.push_back(
           {absl::StrCat(name, ".lora_A"), layer->lora_A(), layout});
       parameters.push_back(

@@ -169,8 +169,8 @@ TEST(ReplicateLoraParametersTest, EveryRankStartsWithTheValuesOfRankZero) {
     ASSERT_THAT(ReplicateLoraParameters(*model, MeshOf(group)), IsOk());
     const auto expected = AdaptedModel(/*seed=*/0);
     EXPECT_TRUE(at::equal(model->to_q->lora_A(), expected->to_q->lora_A()));
-    ASSERT_TRUE(model->to_q->lora_A_layout().has_value());
-    EXPECT_TRUE(model->to_q->lora_B_layout()->placements[0].is_replicate());
+    ASSERT_TRUE(model->to_q->ParameterLayoutOf("lora_A", 1).has_value());
+    EXPECT_TRUE(model->to_q->ParameterLayoutOf("lora_B", 1)->placements[0].is_replicate());
     EXPECT_TRUE(model->to_q->lora_A().requires_grad());
   });
 }
@@ -184,7 +184,7 @@ TEST(ReplicateLoraParametersTest, RanksWithOtherAdaptersAreAnErrorOnEveryRank) {
         ReplicateLoraParameters(*model, MeshOf(group)),
         StatusIs(absl::StatusCode::kFailedPrecondition,
                  AllOf(HasSubstr("to_v.lora_A"), HasSubstr("to_v.lora_B"))));
-    EXPECT_FALSE(model->to_q->lora_A_layout().has_value());
+    EXPECT_FALSE(model->to_q->ParameterLayoutOf("lora_A", 1).has_value());
   });
 }
 

@@ -1,9 +1,13 @@
 #include "lora/target_matcher.h"
 
+#include <cstdint>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "config/lora_config.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -83,6 +87,66 @@ TEST(TargetMatcherTest, MergesRepetitionsInTheOrderGiven) {
   EXPECT_THAT(matcher.targets(), ElementsAre("to_v", "to_q"));
 }
 
+TEST(TargetMatcherTest, TheLayerIndexIsTheFirstNumberOrThatAfterAList) {
+  using Index = std::optional<int64_t>;
+  struct Case {
+    std::vector<std::string> lists;
+    const char* name;
+    Index index;
+  };
+  const std::vector<Case> cases = {
+      {{}, "blocks.7.attn.to_q", 7},
+      {{}, "model.layers.12.experts.3.to_q", 12},
+      {{}, "12.to_q", 12},
+      {{}, "attn.to_out.0", 0},
+      {{}, "blocks.007.to_q", 7},
+      {{}, "embedder.to_q", std::nullopt},
+      {{}, "block7.q2.to_q_3", std::nullopt},
+      {{}, "blocks.-7.+7. 7.7a.to_q", std::nullopt},
+      {{}, "blocks.99999999999999999999.to_q", std::nullopt},
+      {{}, "", std::nullopt},
+      {{"blocks"}, "blocks.7.attn.to_q", 7},
+      {{"blocks"}, "dit.3.blocks.7.to_q", 7},
+      {{"blocks"}, "my_blocks.7.to_q", std::nullopt},
+      {{"blocks"}, "blocks.attn.7.to_q", std::nullopt},
+      {{"blocks"}, "7.to_q", std::nullopt},
+      {{"blocks"}, "blocks", std::nullopt},
+      // The first with a number after it.
+      {{"blocks"}, "blocks.a.blocks.5.blocks.6", 5},
+      {{"transformer.h"}, "gpt.transformer.h.7.to_q", 7},
+      {{"transformer.h"}, "gpt.h.7.to_q", std::nullopt},
+      {{"experts", "layers"}, "layers.1.experts.2.to_q", 2},
+      {{"experts", "layers"}, "layers.1.attn.to_q", 1},
+      // The name of a list is no pattern.
+      {{"b.*"}, "blocks.7.to_q", std::nullopt},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.name);
+    LoraConfig config = Config({"to_q"}, TargetMatching::kRegex);
+    config.layers_pattern = c.lists;
+    LORA_ASSERT_OK_AND_ASSIGN(const TargetMatcher matcher,
+                              TargetMatcher::Create(config));
+    EXPECT_EQ(matcher.LayerIndex(c.name), c.index);
+  }
+}
+
+TEST(TargetMatcherTest, RangesOfLayersHaveBothEnds) {
+  LoraConfig config = Config({"to_q"});
+  LORA_ASSERT_OK_AND_ASSIGN(const TargetMatcher all,
+                            TargetMatcher::Create(config));
+  EXPECT_TRUE(all.IsInLayers("blocks.7.to_q"));
+  EXPECT_TRUE(all.IsInLayers("to_q"));
+  config.layers_to_transform = {{{8, 10}, {3, 3}}};
+  LORA_ASSERT_OK_AND_ASSIGN(const TargetMatcher some,
+                            TargetMatcher::Create(config));
+  for (int64_t layer = 0; layer < 12; ++layer) {
+    EXPECT_EQ(some.IsInLayers(absl::StrCat("blocks.", layer, ".to_q")),
+              layer == 3 || (layer >= 8 && layer <= 10))
+        << layer;
+  }
+  EXPECT_FALSE(some.IsInLayers("embedder.to_q"));
+}
+
 TEST(TargetMatcherTest, RefusesPatternsThatAreNone) {
   LoraConfig exclusion = Config({"to_q"}, TargetMatching::kRegex);
   exclusion.exclude_modules = {"to_(q"};
@@ -93,6 +157,10 @@ TEST(TargetMatcherTest, RefusesPatternsThatAreNone) {
                 StatusIs(absl::StatusCode::kInvalidArgument,
                          ContainsRegex("empty|missing")));
   }
+  LoraConfig list = Config({"to_q"});
+  list.layers_pattern = {""};
+  EXPECT_THAT(TargetMatcher::Create(list),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("empty")));
   EXPECT_THAT(TargetMatcher::Create(Config({"to_q"}), {""}),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("empty")));
 }

@@ -97,8 +97,7 @@ std::string DescribeShards(const ModelTensor& tensor) {
       DescribeTensor(tensor.tensor.scalar_type(), tensor.GlobalShape()));
   if (const StateLayout* layout = tensor.layout; layout != nullptr) {
     absl::StrAppend(&text, ", ", layout->layout.mesh->ToString(), " ",
-                    layout->layout.ToString(), " ",
-                    absl::StrJoin(layout->parts, "+"));
+                    layout->layout.ToString());
   }
   return absl::StrCat(text, ")");
 }

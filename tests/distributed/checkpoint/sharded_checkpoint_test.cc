@@ -11,8 +11,10 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/equal.h"
+#include "ATen/ops/tensor.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -377,7 +379,8 @@ TEST_F(ShardedCheckpointTest, FusesShardsAndSplitsProjections) {
     LoadCheckpointOptions load;
     load.mesh = mesh;
     load.layouts = ShardedLayouts(*model, mesh, {Placement::Shard(0)});
-    load.layouts.at("attn.to_qkv.base_layer.weight").parts = {4, 2, 2};
+    load.layouts.at("attn.to_qkv.base_layer.weight").layout.parts = {
+        {4}, {2}, {2}};
     LORA_ASSERT_OK_AND_ASSIGN(
         load.mapping, StateDictMapping::Create(
                           {{R"((.*)to_q\.(.*))", R"(\1to_qkv.\2)", 0, 3},
@@ -410,6 +413,43 @@ TEST_F(ShardedCheckpointTest, FusesShardsAndSplitsProjections) {
   for (const auto& [key, tensor] : after) {
     EXPECT_EQ(Bytes(tensor), Bytes(before.at(key))) << key;
   }
+}
+
+// As k and v of fewer heads than tensor parallel ranks.
+TEST_F(ShardedCheckpointTest, ReplicasReadTheirRowsAndAreSavedOnce) {
+  fs::create_directories(Path("in"));
+  std::vector<float> values(8);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = i;
+  ASSERT_THAT(
+      WriteSafetensors(Path("in/model.safetensors"),
+                       {{"qkv", TensorDtype::kF32, {8}, values.data()}}, {}),
+      IsOk());
+  RunRanks(4, [&](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
+    ModulePtr model;
+    {
+      const MetaDeviceGuard meta_device;
+      model = ModuleWith({{"qkv", {8}}});
+    }
+    LoadCheckpointOptions load;
+    load.mesh = mesh;
+    load.layouts = ShardedLayouts(*model, mesh, {Placement::Shard(0)});
+    load.layouts.at("qkv").layout.parts = {{4}, {2, 2}, {2, 4}};
+    ASSERT_THAT(LoadCheckpoint(*model, Path("in"), load), IsOk());
+    const at::Tensor local = model->parameters()[0].detach();
+    EXPECT_TRUE(at::equal(
+        local, at::tensor({1.0f * rank, 4.0f + rank / 2, 6.0f, 7.0f})));
+
+    // The first rank that holds a row is the one that is asked for it.
+    if (rank % 2 == 1) local[1] = -1;
+    if (rank != 0) local.narrow(0, 2, 2).fill_(-1);
+    SaveCheckpointOptions save;
+    save.mesh = mesh;
+    save.layouts = load.layouts;
+    ASSERT_THAT(SaveCheckpoint(*model, Path("out"), save), IsOk());
+  });
+  EXPECT_EQ(Bytes(ReadCheckpoint(Path("out")).at("qkv")),
+            Bytes(at::arange(8, at::kFloat)));
 }
 
 // Values that tell which element of the whole tensor they are.

@@ -1,0 +1,43 @@
+#include "lora/merge.h"
+
+#include <vector>
+
+#include "lora/layer_replacement.h"
+#include "lora/lora_adapter.h"
+#include "torch/nn/module.h"
+
+namespace trainer_lora::lora {
+
+absl::Status MergeAdapters(torch::nn::Module& model,
+                           const MergeOptions& options) {
+  std::vector<LoraLayer*> merged;
+  for (const NamedLoraLayer& item : LoraLayers(model)) {
+    if (item.layer->active_adapters().empty()) continue;
+    const absl::Status status = item.layer->Merge(options.check_finite);
+    if (!status.ok()) {
+      for (LoraLayer* layer : merged) layer->Unmerge().IgnoreError();
+      return status;
+    }
+    merged.push_back(item.layer);
+  }
+  if (merged.empty()) {
+    return absl::InvalidArgumentError(
+        "no layer of the model has an active LoRA adapter to merge");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status UnmergeAdapters(torch::nn::Module& model) {
+  bool is_merged = false;
+  for (const NamedLoraLayer& item : LoraLayers(model)) {
+    if (!item.layer->is_merged()) continue;
+    is_merged = true;
+    if (absl::Status status = item.layer->Unmerge(); !status.ok()) {
+      return status;
+    }
+  }
+  if (is_merged) return absl::OkStatus();
+  return absl::FailedPreconditionError("no layer of the model is merged");
+}
+
+}  // namespace trainer_lora::lora
