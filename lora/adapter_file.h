@@ -39,9 +39,11 @@ struct SaveAdapterOptions {
 // whole or not at all. With several ranks one calls, as all hold the same.
 // Layers of another LoRA rank or alpha than the first are entries of
 // rank_pattern and alpha_pattern.
-// kAlreadyExists if something is at `folder`; kFailedPrecondition if the model
-// has no adapter, or a factor is on the meta device; kUnavailable or
-// kResourceExhausted if the folder cannot be written.
+// Adapters that have started from their base weight (PiSSA, OLoRA) are written
+// for the original one, with twice the rank. kAlreadyExists if something is at
+// `folder`; kFailedPrecondition if the model has no adapter, or a factor is on
+// the meta device; kUnimplemented for a layer that is split over ranks;
+// kUnavailable or kResourceExhausted if the folder cannot be written.
 absl::Status SaveAdapter(const torch::nn::Module& model,
                          const std::string& folder,
                          const SaveAdapterOptions& options = {});
