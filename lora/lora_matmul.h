@@ -17,10 +17,10 @@
 //   activation_checkpoint.h), which is there for those who need the memory. An
 //   input that only frozen factors and weights read isn't kept at all.
 // - In float32 and float64, without dropout, W + scale B A is formed for
-//   N > in_features in forward, and for N > out_features in the gradient of the
-//   input: that is fewer FLOPs than GEMMs over N rows (as in RunLoRA,
-//   Cherniuk et al., 2023), and no larger than what it is used for. The graph
-//   then keeps nothing but the input.
+//   N >= 2 in_features in forward, and for N >= 2 out_features in the gradient
+//   of the input: that is less work than GEMMs over N rows (as in RunLoRA,
+//   Cherniuk et al., 2023), and at most half the size of what it is used for.
+//   Forward then leaves x A^T to backward, and keeps the input alone.
 // - What does not require grad costs nothing in backward.
 //
 // Under autocast it computes as at::linear does, in autocast's dtype. Otherwise
