@@ -569,7 +569,6 @@ TEST_F(FailingRankTest, HasAnotherCheckpoint) {
   WriteCheckpoint(Path("in"));
   WriteCheckpoint(Path("other"));
   const std::string file = Path("other/model-00001-of-00002.safetensors");
-  const float value = 1;
   // Of the same names, but one of another type.
   std::vector<char> zeros(4096);
   ASSERT_THAT(
@@ -581,7 +580,7 @@ TEST_F(FailingRankTest, HasAnotherCheckpoint) {
             TensorDtype::kF32,
             {16, 12},
             zeros.data() + 2000},
-           {"steps", TensorDtype::kI64, {}, &value - 1}},
+           {"steps", TensorDtype::kI64, {}, zeros.data() + 3000}},
           {}),
       IsOk());
   ExpectErrorOnAllRanks(absl::StatusCode::kFailedPrecondition,
