@@ -109,8 +109,7 @@ absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model,
                          " has no values yet: load the base "
                          "weights first"));
       }
-      const std::string own_name = item.name.substr(item.name.rfind('.') + 1);
-      if (layer->LayoutOf(own_name, item.parameter.size(0)).has_value()) {
+      if (item.is_split) {
         return absl::UnimplementedError(absl::StrCat(
             name, ".", item.name,
             " is split over ranks, and an adapter folder is for whole "

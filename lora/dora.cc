@@ -1,21 +1,15 @@
 #include "lora/dora.h"
 
 #include "ATen/Functions.h"
+#include "ATen/OpMathType.h"
 #include "c10/core/GradMode.h"
 
 namespace trainer_lora::lora {
-namespace {
-
-at::ScalarType ComputeType(const at::Tensor& weight) {
-  return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-}  // namespace
-
 at::Tensor SquaredRowNorms(const at::Tensor& weight) {
   const c10::NoGradGuard no_grad;
   return at::linalg_vector_norm(weight, 2, at::IntArrayRef({1}),
-                                /*keepdim=*/false, ComputeType(weight))
+                                /*keepdim=*/false,
+                                at::toOpMathType(weight.scalar_type()))
       .square_();
 }
 
@@ -23,7 +17,7 @@ at::Tensor DoraSquaredNorms(const at::Tensor& weight, const at::Tensor& lora_A,
                             const at::Tensor& lora_B, double scale,
                             const at::Tensor& squared_weight_norms) {
   const c10::NoGradGuard no_grad;
-  const at::ScalarType compute = ComputeType(weight);
+  const at::ScalarType compute = at::toOpMathType(weight.scalar_type());
   // The weight alone is large: the product with it is in its own type.
   const at::Tensor products =
       at::matmul(weight, lora_A.to(weight.scalar_type()).t()).to(compute);

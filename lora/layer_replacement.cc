@@ -60,32 +60,18 @@ std::optional<at::ScalarType> DtypeOf(config::AdapterDtype dtype) {
   return std::nullopt;
 }
 
-// Of the adapter `adapter_name` of `layer`, below the layer.
-std::vector<std::string> ParameterNames(const LoraLayer& layer,
-                                        const std::string& adapter_name,
-                                        bool use_dora) {
-  const std::string prefix = adapter_name == kDefaultAdapter
-                                 ? ""
-                                 : absl::StrCat("adapters.", adapter_name, ".");
-  const LoraLayer::FactorNames factors = layer.factor_names();
-  std::vector<std::string> names = {prefix + factors.lora_A,
-                                    prefix + factors.lora_B};
-  if (use_dora) names.push_back(prefix + "lora_magnitude");
-  return names;
-}
-
 // The initial value of this rank's part of a parameter.
 at::Tensor InitialValueOf(const LoraLayer& layer,
                           const LoraInitialization& values,
-                          const std::string& full_name, int64_t rank,
+                          const std::string& full_name,
+                          const std::string& state_name, int64_t rank,
                           const at::Tensor& parameter) {
   const auto value_of = [&](at::IntArrayRef global_shape,
                             const distributed::TensorSlice& slice) {
     return InitialLoraValue(values, full_name, global_shape,
                             parameter.scalar_type(), slice);
   };
-  const std::string name = full_name.substr(full_name.rfind('.') + 1);
-  const auto layout = layer.LayoutOf(name, rank);
+  const auto layout = layer.LayoutOf(state_name, rank);
   if (!layout.has_value()) {
     return value_of(parameter.sizes(),
                     distributed::TensorSlice::Whole(parameter.sizes()));
@@ -119,15 +105,16 @@ absl::StatusOr<LoraAdapter> MakeAdapter(const SelectedLayer& selected,
     return absl::Status(adapter.status().code(),
                         absl::StrCat(name, ": ", adapter.status().message()));
   }
-  const std::vector<at::Tensor> parameters = {adapter->lora_A, adapter->lora_B,
-                                              adapter->lora_magnitude};
-  const std::vector<std::string> names =
-      ParameterNames(*selected.layer, adapter_name, options.use_dora);
+  const at::Tensor parameters[] = {adapter->lora_A, adapter->lora_B,
+                                   adapter->lora_magnitude};
+  const auto names =
+      selected.layer->AdapterParameterNames(adapter_name, options.use_dora);
   for (size_t i = 0; i < names.size(); ++i) {
     if (parameters[i].is_meta()) continue;  // The loader makes it.
-    parameters[i].copy_(InitialValueOf(*selected.layer, values,
-                                       absl::StrCat(name, ".", names[i]),
-                                       options.rank, parameters[i]));
+    const auto& [state_name, path] = names[i];
+    parameters[i].copy_(
+        InitialValueOf(*selected.layer, values, absl::StrCat(name, ".", path),
+                       state_name, options.rank, parameters[i]));
   }
   return adapter;
 }
@@ -155,8 +142,8 @@ std::map<std::string, std::string> AdapterParameterNames(
     bool use_dora) {
   std::map<std::string, std::string> names;
   for (const SelectedLayer& selected : layers) {
-    for (const std::string& parameter :
-         ParameterNames(*selected.layer, adapter_name, use_dora)) {
+    for (const auto& [state_name, parameter] :
+         selected.layer->AdapterParameterNames(adapter_name, use_dora)) {
       for (const std::string& name : selected.names) {
         names[absl::StrCat(name, ".", parameter)] =
             absl::StrCat(selected.names.front(), ".", parameter);

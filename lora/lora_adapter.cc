@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ATen/Functions.h"
+#include "ATen/OpMathType.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -76,10 +77,6 @@ Factors PissaFactors(const at::Tensor& weight, int64_t rank, double scale) {
 Factors OloraFactors(const at::Tensor& weight, int64_t rank) {
   const auto [q, r] = at::linalg_qr(weight);
   return {r.narrow(0, 0, rank), q.narrow(1, 0, rank)};
-}
-
-at::ScalarType MergeType(const at::Tensor& weight) {
-  return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 }  // namespace
@@ -347,22 +344,31 @@ LoraAdapter LoraLayer::adapter(absl::string_view name) const {
       slot->options.use_dora ? SlotParameter(*slot, kMagnitude) : at::Tensor()};
 }
 
+std::vector<std::pair<std::string, std::string>>
+LoraLayer::AdapterParameterNames(absl::string_view name, bool use_dora) const {
+  const std::string prefix =
+      name == kDefaultAdapter ? "" : absl::StrCat(kAdapters, ".", name, ".");
+  const FactorNames factors = factor_names();
+  std::vector<std::pair<std::string, std::string>> names = {
+      {factors.lora_A, prefix + factors.lora_A},
+      {factors.lora_B, prefix + factors.lora_B}};
+  if (use_dora) names.emplace_back(kMagnitude, prefix + kMagnitude);
+  return names;
+}
+
 std::vector<AdapterParameter> LoraLayer::AdapterParameters(
     absl::string_view name) const {
   const LoraAdapter adapter = this->adapter(name);
-  const std::string prefix =
-      name == kDefaultAdapter ? "" : absl::StrCat(kAdapters, ".", name, ".");
+  const at::Tensor tensors[] = {adapter.lora_A, adapter.lora_B,
+                                adapter.lora_magnitude};
   std::vector<AdapterParameter> parameters;
-  const auto add = [&](const char* parameter_name,
-                       const at::Tensor& parameter) {
-    parameters.push_back(
-        {absl::StrCat(prefix, parameter_name), parameter,
-         ParameterLayoutOf(parameter_name, adapter.options.rank)});
-  };
-  const FactorNames names = factor_names();
-  add(names.lora_A, adapter.lora_A);
-  add(names.lora_B, adapter.lora_B);
-  if (adapter.options.use_dora) add(kMagnitude, adapter.lora_magnitude);
+  for (const auto& [state_name, path] :
+       AdapterParameterNames(name, adapter.options.use_dora)) {
+    auto split = LayoutOf(state_name, adapter.options.rank);
+    parameters.push_back({path, state_name, tensors[parameters.size()],
+                          split ? std::move(split->layout) : replicated_layout_,
+                          split.has_value()});
+  }
   return parameters;
 }
 
@@ -454,8 +460,8 @@ void LoraLayer::CheckUsable(const LoraAdapter& adapter,
               "before its first use");
 }
 
-bool LoraLayer::UsesAdapters(const at::Tensor& input,
-                             const at::Tensor& base_output) const {
+std::vector<LoraLayer::Share> LoraLayer::SharesFor(
+    const at::Tensor& input, const at::Tensor& base_output) const {
   // A linear operator takes a weight on meta without a word, and the loss would
   // be without a value.
   TORCH_CHECK(!base_output.is_meta() || input.is_meta(), DisplayName(),
@@ -465,12 +471,14 @@ bool LoraLayer::UsesAdapters(const at::Tensor& input,
     TORCH_CHECK(!is_training() || !c10::GradMode::is_enabled(), DisplayName(),
                 " is merged, and its adapter would not be trained: unmerge it, "
                 "or call eval()");
-    return false;
+    return {};
   }
+  std::vector<Share> shares;
   for (const ActiveAdapter& active : active_) {
-    CheckUsable(adapter(active.name), input);
+    shares.push_back({adapter(active.name), active.weight});
+    CheckUsable(shares.back().adapter, input);
   }
-  return !active_.empty();
+  return shares;
 }
 
 double LoraLayer::DropoutOf(const LoraAdapter& adapter,
@@ -483,20 +491,21 @@ double LoraLayer::DropoutOf(const LoraAdapter& adapter,
 at::Tensor LoraLayer::LinearWithAdapter(const at::Tensor& input,
                                         const at::Tensor& weight,
                                         const at::Tensor& bias) const {
-  if (!UsesAdapters(input, weight)) return at::linear(input, weight, bias);
-  if (active_.size() > 1)
-    return AddAdapter(input, at::linear(input, weight, bias));
-  const LoraAdapter adapter = this->adapter(active_[0].name);
-  const double scale = adapter.options.Scale();
+  const std::vector<Share> shares = SharesFor(input, weight);
+  if (shares.size() != 1) {
+    return AddShares(shares, input, at::linear(input, weight, bias));
+  }
+  const auto& [adapter, share_weight] = shares[0];
   const double dropout = DropoutOf(adapter, input);
-  LoraMatmulTerm term{weight, bias, adapter.lora_A, adapter.lora_B, scale};
+  LoraMatmulTerm term{weight, bias, adapter.lora_A, adapter.lora_B,
+                      adapter.options.Scale()};
   if (!adapter.options.use_dora) {
-    term.scale *= active_[0].weight;
+    term.scale *= share_weight;
     term.dropout = dropout;
     return LoraMatmul(input, term);
   }
-  if (dropout > 0 || active_[0].weight != 1) {
-    return AddAdapter(input, at::linear(input, weight, bias));
+  if (dropout > 0 || share_weight != 1) {
+    return AddShares(shares, input, at::linear(input, weight, bias));
   }
   term.bias = at::Tensor();
   const at::Tensor output =
@@ -506,14 +515,18 @@ at::Tensor LoraLayer::LinearWithAdapter(const at::Tensor& input,
 
 at::Tensor LoraLayer::AddAdapter(const at::Tensor& input,
                                  const at::Tensor& base_output) const {
-  if (!UsesAdapters(input, base_output)) return base_output;
+  return AddShares(SharesFor(input, base_output), input, base_output);
+}
+
+at::Tensor LoraLayer::AddShares(const std::vector<Share>& shares,
+                                const at::Tensor& input,
+                                const at::Tensor& base_output) const {
   at::Tensor output = base_output;
-  for (const ActiveAdapter& active : active_) {
-    const LoraAdapter adapter = this->adapter(active.name);
+  for (const auto& [adapter, weight] : shares) {
     output = adapter.options.use_dora
-                 ? AddDora(output, base_output, input, adapter, active.weight)
+                 ? AddDora(output, base_output, input, adapter, weight)
                  : AddProduct(output, input, adapter,
-                              active.weight * adapter.options.Scale(),
+                              weight * adapter.options.Scale(),
                               DropoutOf(adapter, input));
   }
   return output;
@@ -598,7 +611,7 @@ absl::Status LoraLayer::CheckCanDecompose(int64_t rank) const {
 void LoraLayer::Decompose(Slot& slot) {
   const LoraAdapter adapter = this->adapter(slot.name);
   const at::Tensor weight = WeightMatrix();
-  const at::Tensor wide = weight.to(MergeType(weight));
+  const at::Tensor wide = weight.to(at::toOpMathType(weight.scalar_type()));
   const double scale = slot.options.Scale();
   const int64_t rank = slot.options.rank;
   const Factors factors =
@@ -657,7 +670,7 @@ at::Tensor LoraLayer::MergedWeightMatrix() const {
   const at::Tensor weight = WeightMatrix();
   TORCH_CHECK(weight.defined(), DisplayName(),
               ": its weight has no matrix that adapters can be added to");
-  const at::ScalarType compute = MergeType(weight);
+  const at::ScalarType compute = at::toOpMathType(weight.scalar_type());
   const at::Tensor base = weight.to(compute);
   at::Tensor merged = base.clone();
   for (const ActiveAdapter& active : active_) {

@@ -114,11 +114,15 @@ struct ActiveAdapter {
 
 // A trainable parameter of an adapted layer.
 struct AdapterParameter {
-  // Below the layer: lora_A, base_layer.bias, adapters.style.lora_B.
+  // Below the layer: lora_A, adapters.style.lora_B.
   std::string name;
+  // What LoraLayer::LayoutOf() calls it: lora_A, lora_B.
+  std::string state_name;
   at::Tensor parameter;
   // Where it lies; nothing for one that belongs to this process alone.
   std::optional<distributed::ParameterLayout> layout;
+  // Whether the layer itself says so, as it is split over ranks.
+  bool is_split = false;
 };
 
 // A layer that can take adapters. Like other modules, not safe for use by
@@ -193,6 +197,11 @@ class LoraLayer : public torch::nn::Module {
   // Options and registered parameters of an adapter that the layer has, else
   // c10::Error. A parameter that was unregistered is undefined.
   LoraAdapter adapter(absl::string_view name = kDefaultAdapter) const;
+  // The names that the parameters of an adapter `name` have, or would have, in
+  // the order lora_A, lora_B, lora_magnitude: the state_name of each and its
+  // name below the layer.
+  std::vector<std::pair<std::string, std::string>> AdapterParameterNames(
+      absl::string_view name, bool use_dora) const;
   // The parameters of an adapter that the layer has: its factors and magnitude.
   std::vector<AdapterParameter> AdapterParameters(
       absl::string_view name = kDefaultAdapter) const;
@@ -346,9 +355,17 @@ class LoraLayer : public torch::nn::Module {
   void Decompose(Slot& slot);
   // Throws unless `adapter` can compute on `input`.
   void CheckUsable(const LoraAdapter& adapter, const at::Tensor& input) const;
-  // Whether there is a share to add; throws where it can't be.
-  bool UsesAdapters(const at::Tensor& input,
-                    const at::Tensor& base_output) const;
+  // An active adapter, and what its share is multiplied by.
+  struct Share {
+    LoraAdapter adapter;
+    double weight;
+  };
+  // What there is to add; throws where it can't be.
+  std::vector<Share> SharesFor(const at::Tensor& input,
+                               const at::Tensor& base_output) const;
+  at::Tensor AddShares(const std::vector<Share>& shares,
+                       const at::Tensor& input,
+                       const at::Tensor& base_output) const;
   double DropoutOf(const LoraAdapter& adapter, const at::Tensor& input) const;
   // |W + s B A|, an element an output feature.
   at::Tensor DoraNorms(const LoraAdapter& adapter) const;

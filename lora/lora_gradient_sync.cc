@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "config/internal/status_macros.h"
+#include "config/lora_config.h"
 #include "distributed/parameter_layout.h"
 #include "lora/layer_replacement.h"
 #include "lora/lora_adapter.h"
@@ -42,24 +43,25 @@ struct TrainedParameter {
 std::vector<TrainedParameter> ParametersOf(
     const torch::nn::Module& model, const std::vector<NamedLoraLayer>& layers) {
   std::vector<TrainedParameter> parameters;
-  std::set<std::string> adapter_names;
+  std::set<std::string> with_biases;  // Adapters.
   std::map<const c10::TensorImpl*, const LoraLayer*> layer_of_bias;
   std::optional<ParameterLayout> replicated;
   for (const auto& [name, layer] : layers) {
     for (const std::string& adapter : layer->adapter_names()) {
-      adapter_names.insert(adapter);
-      for (const AdapterParameter& item : layer->AdapterParameters(adapter)) {
-        const std::string own_name = item.name.substr(item.name.rfind('.') + 1);
-        const bool is_split = layer->LayoutOf(own_name, 1).has_value();
+      if (layer->adapter(adapter).options.bias != config::BiasTraining::kNone) {
+        with_biases.insert(adapter);
+      }
+      for (AdapterParameter& item : layer->AdapterParameters(adapter)) {
         parameters.push_back({absl::StrCat(name, ".", item.name),
-                              item.parameter, item.layout, is_split});
+                              std::move(item.parameter), std::move(item.layout),
+                              item.is_split});
       }
     }
     const at::Tensor bias = layer->state("bias");
     if (bias.defined()) layer_of_bias[bias.unsafeGetTensorImpl()] = layer;
     if (!replicated) replicated = layer->replicated_layout();
   }
-  for (const std::string& adapter : adapter_names) {
+  for (const std::string& adapter : with_biases) {
     for (const NamedParameter& bias : TrainedBiases(model, adapter)) {
       const auto found =
           layer_of_bias.find(bias.parameter.unsafeGetTensorImpl());

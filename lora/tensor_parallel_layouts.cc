@@ -31,8 +31,7 @@ distributed::StateLayouts TensorParallelLayouts(
     }
     for (const std::string& adapter : layer->adapter_names()) {
       for (const AdapterParameter& item : layer->AdapterParameters(adapter)) {
-        add(item.name.substr(item.name.rfind('.') + 1), item.name,
-            layer->adapter(adapter).options.rank);
+        add(item.state_name, item.name, layer->adapter(adapter).options.rank);
       }
     }
   }
