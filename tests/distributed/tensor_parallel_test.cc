@@ -13,6 +13,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testutil/collective_counter.h"
+#include "tests/testutil/error_of.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/thread_ranks.h"
 #include "torch/csrc/autograd/autograd.h"
@@ -24,6 +25,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::trainer_lora::testutil::CollectiveCounter;
+using ::trainer_lora::testutil::ErrorOf;
 using ::trainer_lora::testutil::RunRanks;
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -273,16 +275,6 @@ TEST(TensorParallelTest, TheGraphKeepsTheMesh) {
     output.sum().backward();
     EXPECT_TRUE(at::equal(input.grad(), at::full({3}, 2.0)));
   });
-}
-
-// What `call` throws; empty if nothing.
-std::string ErrorOf(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
 }
 
 TEST(TensorParallelTest, RefusesToGatherWhatIsNoChunk) {

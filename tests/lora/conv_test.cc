@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <filesystem>
 #include <functional>
 #include <memory>
 #include <string>
@@ -21,6 +20,7 @@
 #include "lora/layer_replacement.h"
 #include "lora/lora_adapter.h"
 #include "tests/testutil/status_matchers.h"
+#include "tests/testutil/temporary_folder.h"
 #include "torch/enum.h"
 #include "torch/nn/modules/conv.h"
 
@@ -525,8 +525,8 @@ TEST(ConvTest, IsSavedWithTheKeysAndShapesOfPeft) {
   for (const NamedParameter& item : TrainableParameters(model)) {
     item.parameter.detach().uniform_(1, 2);
   }
-  const std::string folder = testing::TempDir() + "/conv_adapter";
-  std::filesystem::remove_all(folder);
+  const testutil::TemporaryFolder parent;
+  const std::string folder = parent.Path("adapter");
   ASSERT_THAT(SaveAdapter(model, folder), IsOk());
 
   LORA_ASSERT_OK_AND_ASSIGN(const auto file,

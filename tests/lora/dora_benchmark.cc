@@ -10,10 +10,8 @@
 //   ratio_first       the same where the norms of the weight are computed too
 //   peak_ratio        the dense peak of memory over the factored
 //   peak_bytes        the factored peak, above what was allocated before
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -21,10 +19,10 @@
 #include "ATen/TensorOperators.h"
 #include "absl/strings/str_cat.h"
 #include "benchmark/benchmark.h"
-#include "c10/core/Allocator.h"
 #include "c10/core/GradMode.h"
-#include "c10/util/ThreadLocalDebugInfo.h"
 #include "lora/dora.h"
+#include "tests/testutil/median.h"
+#include "tests/testutil/tensor_memory.h"
 
 namespace trainer_lora::lora {
 namespace {
@@ -53,22 +51,7 @@ at::Tensor FactoredFirst(const Case& test) {
   return DoraSquaredNorms(test.weight, test.a, test.b, kScale);
 }
 
-// The peak of what this thread allocates.
-class PeakReporter : public c10::MemoryReportingInfoBase {
- public:
-  void reportMemoryUsage(void*, int64_t size, size_t, size_t,
-                         c10::Device) override {
-    current_ += size;
-    peak_ = std::max(peak_, current_);
-  }
-  bool memoryProfilingEnabled() const override { return true; }
-  int64_t peak() const { return peak_; }
-
- private:
-  int64_t current_ = 0;
-  int64_t peak_ = 0;
-};
-
+using testutil::Median;
 using Function = at::Tensor (*)(const Case& test);
 
 double Time(Function function, const Case& test) {
@@ -80,16 +63,9 @@ double Time(Function function, const Case& test) {
 }
 
 double Peak(Function function, const Case& test) {
-  const auto reporter = std::make_shared<PeakReporter>();
-  const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, reporter);
+  const testutil::TensorMemory memory;
   function(test);
-  return static_cast<double>(reporter->peak());
-}
-
-double Median(std::vector<double> seconds) {
-  const auto middle = seconds.begin() + seconds.size() / 2;
-  std::nth_element(seconds.begin(), middle, seconds.end());
-  return *middle;
+  return static_cast<double>(memory.peak_bytes());
 }
 
 void BM_DoraSquaredNorms(benchmark::State& state, at::ScalarType dtype) {

@@ -2,7 +2,6 @@
 #include "lora/embedding.h"
 
 #include <cstdint>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <utility>
@@ -19,6 +18,7 @@
 #include "lora/layer_replacement.h"
 #include "lora/lora_adapter.h"
 #include "tests/testutil/status_matchers.h"
+#include "tests/testutil/temporary_folder.h"
 #include "torch/nn/modules/embedding.h"
 
 namespace trainer_lora::lora {
@@ -351,8 +351,8 @@ TEST(EmbeddingTest, IsSavedWithTheKeysAndShapesOfPeft) {
   for (const NamedParameter& item : TrainableParameters(model)) {
     item.parameter.detach().uniform_(1, 2);
   }
-  const std::string folder = testing::TempDir() + "/embedding_adapter";
-  std::filesystem::remove_all(folder);
+  const testutil::TemporaryFolder parent;
+  const std::string folder = parent.Path("adapter");
   ASSERT_THAT(SaveAdapter(model, folder), IsOk());
 
   LORA_ASSERT_OK_AND_ASSIGN(const auto file,

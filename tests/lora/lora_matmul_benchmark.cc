@@ -19,7 +19,6 @@
 //                    output and the parameters
 //   peak_bytes       the peak of what forward and backward allocate
 //   plain_saved_bytes, plain_peak_bytes    of the plain composition
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <string>
@@ -31,6 +30,7 @@
 #include "absl/strings/str_cat.h"
 #include "benchmark/benchmark.h"
 #include "lora/lora_matmul.h"
+#include "tests/testutil/median.h"
 #include "tests/testutil/tensor_memory.h"
 
 namespace trainer_lora::lora {
@@ -81,6 +81,7 @@ class Layer {
   LoraMatmulTerm term_;
 };
 
+using testutil::Median;
 using Forward = at::Tensor (Layer::*)() const;
 
 double Time(Layer& layer, Forward forward) {
@@ -101,12 +102,6 @@ Memory MemoryOf(Layer& layer, Forward forward) {
   const double saved_bytes = memory.bytes() - output.nbytes();
   layer.Backward(output);
   return {saved_bytes, static_cast<double>(memory.peak_bytes())};
-}
-
-double Median(std::vector<double> values) {
-  const auto middle = values.begin() + values.size() / 2;
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
 }
 
 void BM_LoraMatmul(benchmark::State& state, const Case& test) {

@@ -23,6 +23,7 @@
 #include "lora/lora_adapter.h"
 #include "lora/lora_gradient_sync.h"
 #include "tests/testutil/collective_counter.h"
+#include "tests/testutil/error_of.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/thread_ranks.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
@@ -37,6 +38,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::trainer_lora::distributed::DeviceMesh;
 using ::trainer_lora::testutil::CollectiveCounter;
+using ::trainer_lora::testutil::ErrorOf;
 using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::RunRanks;
 
@@ -732,16 +734,6 @@ TEST(ParallelLinearTest, TheLoraBOfMergedLayersIsAMatrix) {
 }
 
 // --- Errors ------------------------------------------------------------------
-
-// What `call` throws; empty if nothing.
-std::string ErrorOf(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
-}
 
 TEST(ParallelLinearTest, RefusesWhatCannotBeSplit) {
   RunRanks(4, [](int, GroupPtr group) {

@@ -8,7 +8,6 @@
 //   ratio             the baseline's median time over the initializer's: more
 //                     is better
 //   bytes_per_second  of the slice that is made
-#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -21,12 +20,14 @@
 #include "benchmark/benchmark.h"
 #include "config/lora_config.h"
 #include "lora/parameter_initializer.h"
+#include "tests/testutil/median.h"
 
 namespace trainer_lora::lora {
 namespace {
 
 using config::AdapterInitialization;
 using distributed::TensorSlice;
+using testutil::Median;
 
 struct Case {
   std::string name;
@@ -59,12 +60,6 @@ double Time(DrawFunction draw, const Case& test) {
   benchmark::DoNotOptimize(value.data_ptr());
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
       .count();
-}
-
-double Median(std::vector<double> seconds) {
-  const auto middle = seconds.begin() + seconds.size() / 2;
-  std::nth_element(seconds.begin(), middle, seconds.end());
-  return *middle;
 }
 
 void BM_InitialLoraValue(benchmark::State& state, const Case& test) {

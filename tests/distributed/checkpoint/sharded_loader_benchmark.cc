@@ -17,7 +17,6 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -49,22 +48,18 @@
 #include "distributed/meta_device.h"
 #include "distributed/tensor_slice.h"
 #include "tests/testutil/benchmark_flags.h"
+#include "tests/testutil/median.h"
 #include "tests/testutil/state_module.h"
 #include "torch/nn/module.h"
 
 namespace trainer_lora::distributed {
 namespace {
 
+using testutil::Median;
 using Clock = std::chrono::steady_clock;
 
 double SecondsSince(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
-}
-
-double Median(std::vector<double> seconds) {
-  const auto middle = seconds.begin() + seconds.size() / 2;
-  std::nth_element(seconds.begin(), middle, seconds.end());
-  return *middle;
 }
 
 // Ends the program where the machine does not do what the benchmark needs.
