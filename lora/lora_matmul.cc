@@ -38,6 +38,25 @@ at::Tensor Product(const at::Tensor& a, const at::Tensor& b, double alpha = 1) {
   return at::addmm(at::empty({}, a.options()), a, b, /*beta=*/0, alpha);
 }
 
+// Whether a matrix has fewer columns than a CPU's GEMM computes at once.
+bool IsNarrow(const at::Tensor& matrix) {
+  return matrix.device().is_cpu() && matrix.size(1) < 16;
+}
+
+// alpha a b for a `b` of few columns: a GEMM is slow on their short rows, and
+// at rank 8 takes less than half of the time on columns.
+at::Tensor ProductWithNarrow(const at::Tensor& a, const at::Tensor& b,
+                             double alpha) {
+  return Product(a, IsNarrow(b) ? b.t().contiguous().t() : b, alpha);
+}
+
+// alpha a^T b for a `b` of few columns: as (b^T a)^T, at rank 8 in less than a
+// quarter of the time.
+at::Tensor TransposedProductWithNarrow(const at::Tensor& a, const at::Tensor& b,
+                                       double alpha) {
+  return IsNarrow(b) ? Product(b.t(), a, alpha).t() : Product(a.t(), b, alpha);
+}
+
 // sum + a b, in place unless autograd records; `sum` may be undefined.
 void AddProduct(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
   if (!sum.defined()) {
@@ -223,8 +242,8 @@ class Gradients {
         results[IndexOf(i, kAddend)] = plan_.has_weights ? grad.sum(0) : grad;
       }
       if (Needs(IndexOf(i, kLoraB))) {
-        results[IndexOf(i, kLoraB)] = Product(
-            grad.t(), SplitByRank(Hidden(), 1, tensors_)[i], plan_.scales[i]);
+        results[IndexOf(i, kLoraB)] = TransposedProductWithNarrow(
+            grad, SplitByRank(Hidden(), 1, tensors_)[i], plan_.scales[i]);
       }
     }
     return results;
@@ -273,7 +292,7 @@ class Gradients {
       const at::Tensor& lora_B = tensors_[IndexOf(i, kLoraB)];
       parts.push_back(
           grads_[i].defined()
-              ? Product(grads_[i], lora_B, plan_.scales[i])
+              ? ProductWithNarrow(grads_[i], lora_B, plan_.scales[i])
               : at::zeros({rows(), lora_B.size(1)}, lora_B.options()));
     }
     hidden_grad_ = parts.size() == 1 ? parts[0] : at::cat(parts, /*dim=*/1);

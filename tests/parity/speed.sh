@@ -16,9 +16,10 @@ compare() {
 }
 
 bazel build --compilation_mode=opt //tests/config:lora_config_benchmark //tests/lora:layer_replacement_benchmark \
-  //tests/parity:load_shards
+  //tests/lora:lora_matmul_benchmark //tests/parity:load_shards
 compare config/lora_config_benchmark BM_TypicalFile/ config_speed.py
 compare lora/layer_replacement_benchmark BM_EnableLoraTraining injection_speed.py
+compare lora/lora_matmul_benchmark '^LoraMatmul/1536/1024/[0-9]+/Float' adapter_speed.py
 
 readonly weights="${work}/weights.safetensors"
 "${python}" tests/parity/loader_speed.py "${weights}" --create
