@@ -6,6 +6,7 @@
 
 #include "ATen/Functions.h"
 #include "c10/util/Exception.h"
+#include "lora/lora_matmul.h"
 #include "torch/enum.h"
 #include "torch/nn/functional/conv.h"
 #include "torch/nn/functional/padding.h"
@@ -108,9 +109,11 @@ at::Tensor ConvImpl<D, Derived>::AddProduct(const at::Tensor& base_output,
                                             const at::Tensor& input,
                                             const LoraAdapter& adapter,
                                             double scale,
-                                            double dropout) const {
+                                            const LoraDropout& dropout) const {
   const at::Tensor x =
-      dropout > 0 ? at::dropout(input, dropout, /*train=*/true) : input;
+      dropout.probability > 0
+          ? at::dropout(input, dropout.probability, /*train=*/true)
+          : input;
   const at::Tensor hidden = Convolve(x, adapter.lora_A.to(x.scalar_type()),
                                      /*bias=*/{}, /*groups=*/1);
   const at::Tensor delta =

@@ -82,7 +82,7 @@ class ConvImpl : public CloneableLoraLayer<Derived> {
  protected:
   at::Tensor AddProduct(const at::Tensor& base_output, const at::Tensor& input,
                         const LoraAdapter& adapter, double scale,
-                        double dropout) const override;
+                        const LoraDropout& dropout) const override;
   at::Tensor BaseWithoutBias(const at::Tensor& input) const override;
   at::Tensor AlongOutput(const at::Tensor& values) const override;
 

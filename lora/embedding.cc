@@ -48,7 +48,7 @@ at::Tensor EmbeddingImpl::BaseWithoutBias(const at::Tensor& indices) const {
 at::Tensor EmbeddingImpl::AddProduct(const at::Tensor& base_output,
                                      const at::Tensor& indices,
                                      const LoraAdapter& adapter, double scale,
-                                     double /*dropout*/) const {
+                                     const LoraDropout& /*dropout*/) const {
   const at::Tensor hidden =
       F::embedding(indices, adapter.lora_A.t(),
                    F::EmbeddingFuncOptions()

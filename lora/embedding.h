@@ -74,7 +74,8 @@ class EmbeddingImpl : public CloneableLoraLayer<EmbeddingImpl> {
  protected:
   at::Tensor AddProduct(const at::Tensor& base_output,
                         const at::Tensor& indices, const LoraAdapter& adapter,
-                        double scale, double dropout) const override;
+                        double scale,
+                        const LoraDropout& dropout) const override;
   at::Tensor BaseWithoutBias(const at::Tensor& indices) const override;
 
  private:

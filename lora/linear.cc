@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "ATen/Functions.h"
+#include "lora/lora_matmul.h"
 #include "torch/nn/init.h"
 
 namespace trainer_lora::lora {
@@ -30,6 +31,26 @@ void ReplicatedLinearImpl::reset_parameters() {
 
 at::Tensor ReplicatedLinearImpl::forward(const at::Tensor& input) {
   return LinearWithAdapter(input, weight(), bias());
+}
+
+std::vector<at::Tensor> ReplicatedLinearImpl::ForwardTogether(
+    const at::Tensor& input, absl::Span<ReplicatedLinearImpl* const> layers) {
+  std::vector<LoraMatmulTerm> terms;
+  for (const ReplicatedLinearImpl* layer : layers) {
+    const auto term = layer->LinearTerm(input, layer->weight(), layer->bias());
+    if (!term.has_value() ||
+        (!terms.empty() &&
+         term->dropout.probability != terms.front().dropout.probability)) {
+      break;
+    }
+    terms.push_back(*term);
+  }
+  if (terms.size() == layers.size()) return LoraMatmul(input, terms);
+  std::vector<at::Tensor> outputs;
+  for (ReplicatedLinearImpl* layer : layers) {
+    outputs.push_back(layer->forward(input));
+  }
+  return outputs;
 }
 
 void ReplicatedLinearImpl::pretty_print(std::ostream& stream) const {

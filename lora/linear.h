@@ -10,8 +10,10 @@
 
 #include <cstdint>
 #include <ostream>
+#include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "absl/types/span.h"
 #include "config/language_version.h"
 #include "lora/lora_adapter.h"
 #include "torch/nn/options/linear.h"
@@ -33,6 +35,13 @@ class ReplicatedLinearImpl : public CloneableLoraLayer<ReplicatedLinearImpl> {
   // [..., in_features] -> [..., out_features]. Throws c10::Error as
   // torch::nn::LinearImpl does.
   at::Tensor forward(const at::Tensor& input);
+
+  // The outputs of layers that read the same input, such as q, k and v, in
+  // their order. Where each has one active adapter, without DoRA and of the
+  // same dropout, this is one operation, which keeps the input once and drops
+  // the same elements for all; else forward() of each. No layer is null.
+  static std::vector<at::Tensor> ForwardTogether(
+      const at::Tensor& input, absl::Span<ReplicatedLinearImpl* const> layers);
 
   // Draws weight and bias anew from the default generator; an adapter stays as
   // it is.

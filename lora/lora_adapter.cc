@@ -12,8 +12,9 @@
 #include "c10/core/GradMode.h"
 #include "c10/util/Exception.h"
 #include "config/internal/status_macros.h"
+#include "distributed/device_mesh.h"
+#include "distributed/tensor_slice.h"
 #include "lora/dora.h"
-#include "lora/lora_matmul.h"
 
 namespace trainer_lora::lora {
 namespace {
@@ -481,35 +482,58 @@ std::vector<LoraLayer::Share> LoraLayer::SharesFor(
   return shares;
 }
 
-double LoraLayer::DropoutOf(const LoraAdapter& adapter,
-                            const at::Tensor& input) const {
+LoraDropout LoraLayer::DropoutOf(const LoraAdapter& adapter,
+                                 const at::Tensor& input) const {
   // Indices have nothing to drop.
-  const bool drops = is_training() && input.is_floating_point();
-  return drops ? adapter.options.dropout : 0;
+  if (!is_training() || !input.is_floating_point()) return {};
+  LoraDropout dropout = adapter.options.dropout;
+  if (dropout.probability == 0) return dropout;
+  if (const auto layout = LayoutOf("lora_A", adapter.options.rank)) {
+    const distributed::TensorSlice columns =
+        layout->SlicesOf(layout->layout.mesh->rank()).front();
+    dropout.input_offset = columns.offsets.back();
+    dropout.input_size = layout->global_shape.back();
+  }
+  return dropout;
+}
+
+std::optional<LoraMatmulTerm> LoraLayer::LinearTerm(
+    const std::vector<Share>& shares, const at::Tensor& input,
+    const at::Tensor& weight, const at::Tensor& bias) const {
+  if (shares.size() != 1 || shares[0].adapter.options.use_dora) {
+    return std::nullopt;
+  }
+  const LoraAdapter& adapter = shares[0].adapter;
+  return LoraMatmulTerm{weight,
+                        bias,
+                        adapter.lora_A,
+                        adapter.lora_B,
+                        shares[0].weight * adapter.options.Scale(),
+                        DropoutOf(adapter, input)};
+}
+
+std::optional<LoraMatmulTerm> LoraLayer::LinearTerm(
+    const at::Tensor& input, const at::Tensor& weight,
+    const at::Tensor& bias) const {
+  return LinearTerm(SharesFor(input, weight), input, weight, bias);
 }
 
 at::Tensor LoraLayer::LinearWithAdapter(const at::Tensor& input,
                                         const at::Tensor& weight,
                                         const at::Tensor& bias) const {
   const std::vector<Share> shares = SharesFor(input, weight);
-  if (shares.size() != 1) {
+  if (const auto term = LinearTerm(shares, input, weight, bias)) {
+    return LoraMatmul(input, *term);
+  }
+  if (shares.size() != 1 || shares[0].weight != 1 ||
+      DropoutOf(shares[0].adapter, input).probability > 0) {
     return AddShares(shares, input, at::linear(input, weight, bias));
   }
-  const auto& [adapter, share_weight] = shares[0];
-  const double dropout = DropoutOf(adapter, input);
-  LoraMatmulTerm term{weight, bias, adapter.lora_A, adapter.lora_B,
-                      adapter.options.Scale()};
-  if (!adapter.options.use_dora) {
-    term.scale *= share_weight;
-    term.dropout = dropout;
-    return LoraMatmul(input, term);
-  }
-  if (dropout > 0 || share_weight != 1) {
-    return AddShares(shares, input, at::linear(input, weight, bias));
-  }
-  term.bias = at::Tensor();
+  const LoraAdapter& dora = shares[0].adapter;
   const at::Tensor output =
-      LoraMatmul(input, term) * DoraScale(adapter).to(weight.scalar_type());
+      LoraMatmul(input, {weight, /*bias=*/{}, dora.lora_A, dora.lora_B,
+                         dora.options.Scale()}) *
+      DoraScale(dora).to(weight.scalar_type());
   return bias.defined() ? output + bias : output;
 }
 
@@ -535,7 +559,7 @@ at::Tensor LoraLayer::AddShares(const std::vector<Share>& shares,
 at::Tensor LoraLayer::AddProduct(const at::Tensor& base_output,
                                  const at::Tensor& input,
                                  const LoraAdapter& adapter, double scale,
-                                 double dropout) const {
+                                 const LoraDropout& dropout) const {
   return LoraAdd(base_output, input, adapter.lora_A, adapter.lora_B, scale,
                  dropout);
 }
@@ -568,17 +592,16 @@ at::Tensor LoraLayer::AddDora(const at::Tensor& output,
                               const at::Tensor& base_output,
                               const at::Tensor& input,
                               const LoraAdapter& adapter, double weight) const {
-  const double dropout = DropoutOf(adapter, input);
-  const at::Tensor adapter_input =
-      dropout > 0 ? at::dropout(input, dropout, /*train=*/true) : input;
+  const LoraDropout dropout = DropoutOf(adapter, input);
+  const at::Tensor adapter_input = ApplyDropout(input, dropout);
   at::Tensor base = base_output;
-  if (dropout > 0) {
+  if (dropout.probability > 0) {
     base = BaseWithoutBias(adapter_input);
   } else if (const at::Tensor bias = BaseOutputBias(); bias.defined()) {
     base = base_output - AlongOutput(bias);
   }
-  const at::Tensor adapted = AddProduct(base, adapter_input, adapter,
-                                        adapter.options.Scale(), /*dropout=*/0);
+  const at::Tensor adapted = AddProduct(
+      base, adapter_input, adapter, adapter.options.Scale(), /*dropout=*/{});
   const at::Tensor scale =
       AlongOutput(DoraScale(adapter).to(output.scalar_type()));
   return at::add(output, scale * adapted - base, weight);

@@ -61,6 +61,7 @@
 #include "config/lora_config.h"
 #include "distributed/parameter_layout.h"
 #include "distributed/state_layout.h"
+#include "lora/lora_matmul.h"
 #include "torch/nn/module.h"
 
 namespace trainer_lora::lora {
@@ -292,6 +293,13 @@ class LoraLayer : public torch::nn::Module {
                                const at::Tensor& weight,
                                const at::Tensor& bias) const;
 
+  // LinearWithAdapter() as a term that LoraMatmul() can compute with others; of
+  // no value unless exactly one adapter is active, without DoRA. Throws as
+  // AddAdapter() does.
+  std::optional<LoraMatmulTerm> LinearTerm(const at::Tensor& input,
+                                           const at::Tensor& weight,
+                                           const at::Tensor& bias) const;
+
   // `base_output` plus the active adapters' share, or `base_output` itself if
   // there is none. `input` is [..., in_features], `base_output` [...,
   // out_features]. The adapter computes in the input's dtype. Throws
@@ -306,7 +314,7 @@ class LoraLayer : public torch::nn::Module {
   virtual at::Tensor AddProduct(const at::Tensor& base_output,
                                 const at::Tensor& input,
                                 const LoraAdapter& adapter, double scale,
-                                double dropout) const;
+                                const LoraDropout& dropout) const;
   // The base layer on `input`, without its bias.
   virtual at::Tensor BaseWithoutBias(const at::Tensor& input) const;
   // The bias that is part of the `base_output` of AddAdapter(), undefined for
@@ -360,13 +368,18 @@ class LoraLayer : public torch::nn::Module {
     LoraAdapter adapter;
     double weight;
   };
+  std::optional<LoraMatmulTerm> LinearTerm(const std::vector<Share>& shares,
+                                           const at::Tensor& input,
+                                           const at::Tensor& weight,
+                                           const at::Tensor& bias) const;
   // What there is to add; throws where it can't be.
   std::vector<Share> SharesFor(const at::Tensor& input,
                                const at::Tensor& base_output) const;
   at::Tensor AddShares(const std::vector<Share>& shares,
                        const at::Tensor& input,
                        const at::Tensor& base_output) const;
-  double DropoutOf(const LoraAdapter& adapter, const at::Tensor& input) const;
+  LoraDropout DropoutOf(const LoraAdapter& adapter,
+                        const at::Tensor& input) const;
   // |W + s B A|, an element an output feature.
   at::Tensor DoraNorms(const LoraAdapter& adapter) const;
   // m / |W + s B A|, an element an output feature; differentiable in m.

@@ -185,15 +185,14 @@ at::Generator NewGenerator(const at::Device& device, uint64_t seed) {
 
 // Whether each element of an input [rows, columns] is dropped; undefined
 // without dropout.
-at::Tensor DroppedElements(const Plan& plan, int64_t rows, int64_t columns,
+at::Tensor DroppedElements(const LoraDropout& dropout, uint64_t seed,
+                           int64_t rows, int64_t columns,
                            const at::Device& device) {
-  const LoraDropout& dropout = plan.dropout;
   if (dropout.probability == 0) return at::Tensor();
   at::Tensor dropped = at::empty({rows, dropout.input_size},
                                  at::TensorOptions(device).dtype(at::kBool));
   if (!device.is_meta()) {
-    dropped.bernoulli_(dropout.probability,
-                       NewGenerator(device, plan.dropout_seed));
+    dropped.bernoulli_(dropout.probability, NewGenerator(device, seed));
   }
   return dropped.narrow(1, dropout.input_offset, columns);
 }
@@ -262,8 +261,8 @@ class Gradients {
   const at::Tensor& Dropped() {
     if (!dropped_.defined()) {
       const at::Tensor& lora_A = tensors_[IndexOf(0, kLoraA)];
-      dropped_ =
-          DroppedElements(plan_, rows(), lora_A.size(1), lora_A.device());
+      dropped_ = DroppedElements(plan_.dropout, plan_.dropout_seed, rows(),
+                                 lora_A.size(1), lora_A.device());
     }
     return dropped_;
   }
@@ -382,7 +381,8 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
       }
     } else {
       const at::Tensor dropped =
-          DroppedElements(*plan, input.size(0), input.size(1), input.device());
+          DroppedElements(plan->dropout, plan->dropout_seed, input.size(0),
+                          input.size(1), input.device());
       const at::Tensor hidden =
           at::mm(Drop(input, dropped), StackedA(tensors).t());
       const std::vector<at::Tensor> parts = SplitByRank(hidden, 1, tensors);
@@ -493,18 +493,8 @@ void CheckTerm(const LoraMatmulTerm& term, int64_t in_features) {
               in_features, " columns");
 }
 
-// Of all terms, with the input's size.
-LoraDropout CheckedDropout(absl::Span<const LoraMatmulTerm> terms,
-                           int64_t in_features) {
-  LoraDropout dropout = terms[0].dropout;
-  for (const LoraMatmulTerm& term : terms) {
-    TORCH_CHECK(term.dropout.probability == dropout.probability &&
-                    term.dropout.input_offset == dropout.input_offset &&
-                    term.dropout.input_size == dropout.input_size,
-                "layers that share an input have different dropouts (",
-                dropout.probability, " and ", term.dropout.probability,
-                "): call LoraMatmul() for each by itself");
-  }
+// With the size of an input of `in_features` columns.
+LoraDropout CheckedDropout(LoraDropout dropout, int64_t in_features) {
   TORCH_CHECK(dropout.probability >= 0 && dropout.probability < 1,
               "dropout must be in [0, 1), not ", dropout.probability);
   if (dropout.input_size == 0) dropout.input_size = in_features;
@@ -515,13 +505,27 @@ LoraDropout CheckedDropout(absl::Span<const LoraMatmulTerm> terms,
   return dropout;
 }
 
+LoraDropout DropoutOf(absl::Span<const LoraMatmulTerm> terms,
+                      int64_t in_features) {
+  const LoraDropout& dropout = terms[0].dropout;
+  for (const LoraMatmulTerm& term : terms) {
+    TORCH_CHECK(term.dropout.probability == dropout.probability &&
+                    term.dropout.input_offset == dropout.input_offset &&
+                    term.dropout.input_size == dropout.input_size,
+                "layers that share an input have different dropouts (",
+                dropout.probability, " and ", term.dropout.probability,
+                "): call LoraMatmul() for each by itself");
+  }
+  return CheckedDropout(dropout, in_features);
+}
+
 // Terms without a weight have a base output [N, out_features], or nothing, in
 // place of their bias.
 std::vector<at::Tensor> Apply(const at::Tensor& input,
                               absl::Span<const LoraMatmulTerm> terms) {
   TORCH_CHECK(input.dim() > 0, "a LoRA layer's input must have a dimension");
   const int64_t in_features = input.size(-1);
-  const LoraDropout dropout = CheckedDropout(terms, in_features);
+  const LoraDropout dropout = DropoutOf(terms, in_features);
   auto plan = c10::make_intrusive<Plan>();
   plan->dropout = dropout;
   plan->has_weights = terms[0].weight.defined();
@@ -556,6 +560,19 @@ std::vector<at::Tensor> Apply(const at::Tensor& input,
 }
 
 }  // namespace
+
+at::Tensor ApplyDropout(const at::Tensor& input, const LoraDropout& dropout) {
+  if (dropout.probability == 0) return input;
+  TORCH_CHECK(input.dim() > 0, "dropout of an input without a dimension");
+  const int64_t columns = input.size(-1);
+  const LoraDropout checked = CheckedDropout(dropout, columns);
+  const at::Tensor dropped = DroppedElements(
+      checked, input.is_meta() ? 0 : DrawSeed(),
+      c10::multiply_integers(input.sizes().slice(0, input.dim() - 1)), columns,
+      input.device());
+  return input.masked_fill(dropped.view_as(input), 0) /
+         (1 - checked.probability);
+}
 
 at::Tensor LoraMatmul(const at::Tensor& input, const LoraMatmulTerm& term) {
   return LoraMatmul(input, absl::MakeConstSpan(&term, 1))[0];

@@ -65,6 +65,11 @@ struct LoraDropout {
   int64_t input_size;
 };
 
+// `input` [..., in_features] after dropout, as the operations below apply it to
+// what an adapter reads; itself for a probability of 0. For layers that need it
+// outside of a product.
+at::Tensor ApplyDropout(const at::Tensor& input, const LoraDropout& dropout);
+
 // A linear layer that reads the input, and its adapter. Any of the tensors may
 // require grad.
 struct LoraMatmulTerm {

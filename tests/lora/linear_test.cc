@@ -2,6 +2,7 @@
 #include "lora/linear.h"
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -16,6 +17,9 @@
 #include "gtest/gtest.h"
 #include "lora/lora_adapter.h"
 #include "tests/testutil/status_matchers.h"
+#include "torch/csrc/autograd/autograd.h"
+#include "torch/csrc/autograd/function.h"
+#include "torch/csrc/autograd/variable.h"
 #include "torch/nn/cloneable.h"
 #include "torch/nn/modules/container/modulelist.h"
 #include "torch/nn/modules/container/sequential.h"
@@ -130,6 +134,75 @@ TEST(LoraLayerTest, WithZeroLoraBTheOutputIsBitwiseTheBaseOutput) {
   adapter->lora_B.zero_();
   ASSERT_THAT(layer->AdoptAdapter(*adapter), IsOk());
   EXPECT_TRUE(at::equal(layer(input), base_output));
+}
+
+// Forward of each by itself is the oracle.
+TEST(LoraLayerTest, LayersOfOneInputComputeTogetherWhatEachDoes) {
+  for (const bool all_adapted : {true, false}) {
+    SCOPED_TRACE(all_adapted);
+    std::vector<ReplicatedLinear> layers;
+    layers.emplace_back(5, 7);
+    layers.emplace_back(5, 4);
+    layers.emplace_back(torch::nn::LinearOptions(5, 7).bias(false));
+    std::vector<ReplicatedLinearImpl*> pointers;
+    for (ReplicatedLinear& layer : layers) {
+      layer->to(at::kDouble);
+      pointers.push_back(layer.get());
+      if (all_adapted || pointers.size() == 2) Adopt(*layer);
+    }
+    const at::Tensor input = at::randn({3, 2, 5}, at::kDouble).requires_grad_();
+    const auto gradients_of = [&](const std::vector<at::Tensor>& outputs) {
+      at::Tensor loss = at::zeros({}, at::kDouble);
+      for (const at::Tensor& output : outputs)
+        loss = loss + output.square().sum();
+      std::vector<at::Tensor> leaves = {input};
+      for (ReplicatedLinear& layer : layers) {
+        if (!layer->is_adapted()) continue;
+        leaves.push_back(layer->lora_A());
+        leaves.push_back(layer->lora_B());
+      }
+      return torch::autograd::grad({loss}, leaves);
+    };
+    std::vector<at::Tensor> expected;
+    for (ReplicatedLinear& layer : layers) expected.push_back(layer(input));
+    const std::vector<at::Tensor> outputs =
+        ReplicatedLinearImpl::ForwardTogether(input, pointers);
+    ASSERT_EQ(outputs.size(), expected.size());
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      EXPECT_TRUE(at::allclose(outputs[i], expected[i], 1e-12, 1e-12)) << i;
+      // One node of the graph has the outputs of all.
+      const bool is_one = outputs[i].grad_fn()->next_edge(0).function ==
+                          outputs[0].grad_fn()->next_edge(0).function;
+      EXPECT_EQ(is_one, all_adapted || i == 0) << i;
+    }
+    const auto expected_gradients = gradients_of(expected);
+    const auto gradients = gradients_of(outputs);
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      EXPECT_TRUE(
+          at::allclose(gradients[i], expected_gradients[i], 1e-12, 1e-12))
+          << i;
+    }
+  }
+}
+
+TEST(LoraLayerTest, LayersOfDifferentDropoutComputeByThemselves) {
+  ReplicatedLinear q(5, 7), k(5, 7);
+  Adopt(*q);
+  LoraAdapterOptions options = Options(2, 4);
+  options.dropout = 0.5;
+  auto adapter = k->EmptyAdapter(options);
+  ASSERT_THAT(adapter, IsOk());
+  adapter->lora_A.uniform_(-1, 1);
+  adapter->lora_B.uniform_(-1, 1);
+  ASSERT_THAT(k->AdoptAdapter(*adapter), IsOk());
+  const at::Tensor input = at::randn({3, 5});
+  at::manual_seed(1);
+  const at::Tensor expected = k(input);
+  at::manual_seed(1);
+  const auto outputs =
+      ReplicatedLinearImpl::ForwardTogether(input, {q.get(), k.get()});
+  EXPECT_TRUE(at::equal(outputs[0], q(input)));
+  EXPECT_TRUE(at::equal(outputs[1], expected));
 }
 
 TEST(LoraLayerTest, TheAdapterIsWhereItsBaseIs) {
