@@ -36,7 +36,7 @@
 // The layers have the state names, the values under the same generator and,
 // together, the outputs of a ReplicatedLinear of all features. Dropout draws
 // from each rank's own generator: seed those of one tensor parallel group alike
-// in order to drop the same elements of a replicated input.
+// in order to drop what one process would.
 //
 // Constructors throw c10::Error, with the layer's type, for a null mesh, a
 // dimension that it doesn't have, and sizes that can't be split; forward throws
