@@ -110,10 +110,7 @@ at::Tensor ConvImpl<D, Derived>::AddProduct(const at::Tensor& base_output,
                                             const LoraAdapter& adapter,
                                             double scale,
                                             const LoraDropout& dropout) const {
-  const at::Tensor x =
-      dropout.probability > 0
-          ? at::dropout(input, dropout.probability, /*train=*/true)
-          : input;
+  const at::Tensor x = ApplyDropout(input, dropout);
   const at::Tensor hidden = Convolve(x, adapter.lora_A.to(x.scalar_type()),
                                      /*bias=*/{}, /*groups=*/1);
   const at::Tensor delta =

@@ -16,6 +16,7 @@
 #include "lora/layer_replacement.h"
 #include "lora/linear.h"
 #include "lora/lora_adapter.h"
+#include "lora/lora_matmul.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/temporary_folder.h"
 #include "torch/csrc/autograd/autograd.h"
@@ -165,7 +166,7 @@ TEST(DoraLayerTest, DropoutMeansWhatItMeansInPeft) {
   at::manual_seed(11);
   const at::Tensor output = layer(x);
   at::manual_seed(11);
-  const at::Tensor dropped = at::dropout(x, 0.5, /*train=*/true);
+  const at::Tensor dropped = ApplyDropout(x, 0.5);
   const at::Tensor scale =
       layer->adapter().lora_magnitude /
       at::linalg_vector_norm(Merged(*layer, 1.5), 2, at::IntArrayRef({1}));

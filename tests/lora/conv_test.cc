@@ -19,6 +19,7 @@
 #include "lora/adapter_file.h"
 #include "lora/layer_replacement.h"
 #include "lora/lora_adapter.h"
+#include "lora/lora_matmul.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/temporary_folder.h"
 #include "torch/enum.h"
@@ -347,7 +348,7 @@ TEST(ConvTest, DropoutIsThatOfTheAdaptersInput) {
     Adopt(*layer, options);
     const at::Tensor input = at::randn({2, 4, 9}, at::kDouble);
     at::manual_seed(5);
-    const at::Tensor dropped = at::dropout(input, 0.5, /*train=*/true);
+    const at::Tensor dropped = ApplyDropout(input, 0.5);
     at::manual_seed(5);
     const at::Tensor output = layer(input);
 

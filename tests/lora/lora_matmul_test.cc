@@ -566,6 +566,16 @@ TEST(LoraDropoutTest, DropsAndScales) {
   EXPECT_NEAR(dropped.to(at::kDouble).mean().item<double>(), 0.2, 0.02);
 }
 
+TEST(LoraDropoutTest, AloneItIsThatOfTheOperations) {
+  const at::Tensor input = at::randn({5, 3, 4}, at::kDouble);
+  const LoraDropout dropout(0.5, /*input_offset=*/2, /*input_size=*/8);
+  at::manual_seed(3);
+  const at::Tensor expected = LoraMatmul(input, IdentityTerm(4, dropout));
+  at::manual_seed(3);
+  EXPECT_TRUE(at::equal(ApplyDropout(input, dropout), expected));
+  EXPECT_TRUE(ApplyDropout(input, 0).is_same(input));
+}
+
 TEST(LoraDropoutTest, BackwardDropsTheSame) {
   const at::Tensor input = at::ones({20, 10}, at::kDouble).requires_grad_();
   const at::Tensor output = LoraMatmul(input, IdentityTerm(10, 0.5));
