@@ -1,7 +1,11 @@
 #include "lora/adapter_file.h"
 
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <fstream>
+#include <functional>
+#include <map>
 #include <memory>
 #include <set>
 #include <utility>
@@ -9,14 +13,20 @@
 
 #include "ATen/Functions.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/types/span.h"
 #include "c10/core/GradMode.h"
 #include "config/internal/status_macros.h"
+#include "distributed/checkpoint/internal/gather_rows.h"
+#include "distributed/checkpoint/internal/guarded_step.h"
+#include "distributed/checkpoint/internal/model_state.h"
 #include "distributed/checkpoint/internal/new_folder.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "distributed/checkpoint/torch_dtype.h"
+#include "distributed/internal/rank_agreement.h"
+#include "distributed/tensor_slice.h"
 #include "lora/layer_replacement.h"
 #include "lora/lora_adapter.h"
 #include "nlohmann/json.hpp"
@@ -27,14 +37,18 @@ namespace trainer_lora::lora {
 namespace {
 
 using Json = nlohmann::ordered_json;
+using ::trainer_lora::distributed::DeviceMesh;
+using ::trainer_lora::distributed::internal::AgreedStep;
+using ::trainer_lora::distributed::internal::ModelTensor;
 
 constexpr char kTensorFile[] = "adapter_model.safetensors";
 constexpr char kConfigFile[] = "adapter_config.json";
 
-// A parameter, in the shape that it has in PEFT's file, and its key there.
+// A parameter, the shape that all of it has in PEFT's file, and its key there.
 struct FileTensor {
   std::string key;
-  at::Tensor tensor;
+  std::vector<int64_t> shape;
+  ModelTensor parameter;
 };
 
 // An adapted layer of a model.
@@ -51,21 +65,23 @@ struct Adapters {
   std::vector<FileTensor> tensors;
 };
 
-// A view of a parameter as PEFT has it. Factors are modules of their own there,
-// but for those of embeddings.
+// A parameter as PEFT has it. Factors are modules of their own there, but for
+// those of embeddings.
 FileTensor ToFile(const std::string& layer_name, std::string name,
-                  at::Tensor tensor, const LoraAdapter& adapter) {
+                  ModelTensor parameter, const LoraAdapter& adapter) {
+  std::vector<int64_t> shape = parameter.GlobalShape();
   if (name == "lora_magnitude") {
     name = "lora_magnitude_vector";
     // That of a convolution can be broadcast against its output.
-    std::vector<int64_t> shape(adapter.lora_A.dim(), 1);
-    shape[1] = -1;
-    if (shape.size() > 2) tensor = tensor.view(shape);
+    if (adapter.lora_A.dim() > 2) {
+      shape.insert(shape.begin(), 1);
+      shape.resize(adapter.lora_A.dim(), 1);
+    }
   } else if (name == "lora_A" || name == "lora_B") {
     name += ".weight";
   }
   return {absl::StrCat("base_model.model.", layer_name, ".", name),
-          std::move(tensor)};
+          std::move(shape), std::move(parameter)};
 }
 
 const char* BiasName(config::BiasTraining bias) {
@@ -95,30 +111,73 @@ LoraAdapter ForOriginalWeight(LoraAdapter adapter, const LoraAdapter& initial) {
 
 enum class Purpose { kSave, kLoad };
 
-absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model,
-                                         const std::string& adapter_name,
-                                         Purpose purpose) {
+// The parameters of a model, by each of their names.
+using Parameters = std::map<std::string, ModelTensor>;
+
+absl::StatusOr<Parameters> ListParameters(
+    const torch::nn::Module& model, const DeviceMesh* mesh,
+    const distributed::StateLayouts& layouts) {
+  const std::vector<ModelTensor> tensors =
+      distributed::internal::ListTensors(model, layouts);
+  LORA_RETURN_IF_ERROR(
+      distributed::internal::CheckLayouts(tensors, mesh, layouts));
+  Parameters parameters;
+  for (const ModelTensor& tensor : tensors) {
+    for (const std::string& name : tensor.names) parameters[name] = tensor;
+  }
+  return parameters;
+}
+
+// That all of a parameter can be had, by its layout.
+absl::Status CheckParameter(const ModelTensor& parameter, bool is_split) {
+  const std::string& name = parameter.names.front();
+  if (!parameter.tensor.defined() || parameter.tensor.is_meta()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(name, " has no values yet: load the base weights first"));
+  }
+  if (is_split && parameter.layout == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        name,
+        " is split over ranks, and has no layout in the options: give them the "
+        "mesh and TensorParallelLayouts(model)"));
+  }
+  if (parameter.tensor.sizes() != at::IntArrayRef(parameter.LocalShape())) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        name, " has the shape [", absl::StrJoin(parameter.tensor.sizes(), ", "),
+        "], and [", absl::StrJoin(parameter.LocalShape(), ", "),
+        "] by its layout"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Adapters> CollectAdapters(
+    const torch::nn::Module& model, const std::string& adapter_name,
+    const DeviceMesh* mesh, const distributed::StateLayouts& layouts,
+    Purpose purpose) {
+  LORA_ASSIGN_OR_RETURN(const Parameters parameters,
+                        ListParameters(model, mesh, layouts));
+  const auto find = [&](const std::string& name) {
+    const auto found = parameters.find(name);
+    return found == parameters.end() ? ModelTensor{{name}, {}, nullptr}
+                                     : found->second;
+  };
   Adapters adapters;
   for (const auto& [name, layer] : LoraLayers(model)) {
     if (!layer->HasAdapter(adapter_name)) continue;
-    for (const AdapterParameter& item :
-         layer->AdapterParameters(adapter_name)) {
-      if (!item.parameter.defined() || item.parameter.is_meta()) {
-        return absl::FailedPreconditionError(
-            absl::StrCat(name, ".", item.name,
-                         " has no values yet: load the base "
-                         "weights first"));
-      }
-      if (item.is_split) {
-        return absl::UnimplementedError(absl::StrCat(
-            name, ".", item.name,
-            " is split over ranks, and an adapter folder is for whole "
-            "parameters: save and load it with SaveCheckpoint, LoadCheckpoint "
-            "and TensorParallelLayouts"));
-      }
-    }
     LoraAdapter adapter = layer->adapter(adapter_name);
     const LoraAdapter initial = layer->InitialFactors(adapter_name);
+    std::vector<ModelTensor> tensors;
+    for (const AdapterParameter& item :
+         layer->AdapterParameters(adapter_name)) {
+      tensors.push_back(find(absl::StrCat(name, ".", item.name)));
+      LORA_RETURN_IF_ERROR(CheckParameter(tensors.back(), item.is_split));
+      if (initial.lora_A.defined() && tensors.back().layout != nullptr) {
+        return absl::UnimplementedError(absl::StrCat(
+            name, ".", item.name,
+            " has started from its base weight, by PiSSA or OLoRA, and has a "
+            "layout: such adapters are saved whole"));
+      }
+    }
     if (initial.lora_A.defined()) {
       if (purpose == Purpose::kLoad) {
         return absl::FailedPreconditionError(absl::StrCat(
@@ -128,16 +187,16 @@ absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model,
             "with the default initialization and the rank of the file"));
       }
       adapter = ForOriginalWeight(std::move(adapter), initial);
+      tensors[0].tensor = adapter.lora_A;
+      tensors[1].tensor = adapter.lora_B;
     }
     const LoraLayer::FactorNames names = layer->factor_names();
-    const auto add = [&, &layer_name = name](const char* parameter_name,
-                                             const at::Tensor& tensor) {
+    const std::vector<const char*> file_names = {names.lora_A, names.lora_B,
+                                                 "lora_magnitude"};
+    for (size_t i = 0; i < tensors.size(); ++i) {
       adapters.tensors.push_back(
-          ToFile(layer_name, parameter_name, tensor, adapter));
-    };
-    add(names.lora_A, adapter.lora_A);
-    add(names.lora_B, adapter.lora_B);
-    if (adapter.options.use_dora) add("lora_magnitude", adapter.lora_magnitude);
+          ToFile(name, file_names[i], std::move(tensors[i]), adapter));
+    }
     adapters.layers.push_back({name, adapter.options});
   }
   if (adapters.layers.empty()) {
@@ -161,8 +220,10 @@ absl::StatusOr<Adapters> CollectAdapters(const torch::nn::Module& model,
         "for all"));
   }
   for (const NamedParameter& bias : TrainedBiases(model, adapter_name)) {
-    adapters.tensors.push_back(
-        {"base_model.model." + bias.name, bias.parameter});
+    ModelTensor parameter = find(bias.name);
+    LORA_RETURN_IF_ERROR(CheckParameter(parameter, /*is_split=*/false));
+    adapters.tensors.push_back({"base_model.model." + bias.name,
+                                parameter.GlobalShape(), std::move(parameter)});
   }
   return adapters;
 }
@@ -229,20 +290,42 @@ std::string ConfigText(const Adapters& adapters,
   return config.dump(2) + "\n";
 }
 
-absl::Status WriteTensors(const Adapters& adapters, const std::string& path) {
-  std::vector<at::Tensor> on_cpu;  // keeps the data of the views alive
-  std::vector<distributed::TensorView> views;
+// The tensors of the file, on rank 0; collective over `mesh`, if there is one.
+absl::StatusOr<std::vector<at::Tensor>> GatherTensors(
+    const Adapters& adapters, const DeviceMesh* mesh,
+    const std::string& folder) {
+  std::vector<at::Tensor> tensors;
   for (const FileTensor& item : adapters.tensors) {
-    on_cpu.push_back(item.tensor.detach().to(at::kCPU).contiguous());
-    const at::Tensor& tensor = on_cpu.back();
-    const auto dtype = distributed::ToTensorDtype(tensor.scalar_type());
+    // Agreeing after each keeps a rank that has none of the next ones from
+    // waiting for them longer than a collective may.
+    LORA_RETURN_IF_ERROR(AgreedStep(
+        mesh, absl::StrCat("saving of ", folder),
+        absl::StrCat("saving ", folder), [&]() -> absl::Status {
+          LORA_ASSIGN_OR_RETURN(at::Tensor whole,
+                                distributed::internal::GatherRows(
+                                    mesh, item.parameter, /*begin=*/0,
+                                    item.parameter.GlobalShape()));
+          if (whole.defined()) tensors.push_back(whole.view(item.shape));
+          return absl::OkStatus();
+        }));
+  }
+  return tensors;
+}
+
+absl::Status WriteTensors(const Adapters& adapters,
+                          const std::vector<at::Tensor>& tensors,
+                          const std::string& path) {
+  std::vector<distributed::TensorView> views;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const std::string& key = adapters.tensors[i].key;
+    const auto dtype = distributed::ToTensorDtype(tensors[i].scalar_type());
     if (!dtype.has_value()) {
       return absl::FailedPreconditionError(absl::StrCat(
-          item.key, " is of type ", c10::toString(tensor.scalar_type()),
+          key, " is of type ", c10::toString(tensors[i].scalar_type()),
           ", which the file format does not have"));
     }
     views.push_back(
-        {item.key, *dtype, tensor.sizes().vec(), tensor.const_data_ptr()});
+        {key, *dtype, tensors[i].sizes().vec(), tensors[i].const_data_ptr()});
   }
   return distributed::WriteSafetensors(path, views, {{"format", "pt"}});
 }
@@ -370,10 +453,10 @@ absl::Status CheckTensors(const distributed::SafetensorsFile& file,
     const distributed::TensorInfo* info = file.Find(item.key);
     if (info == nullptr) {
       problems.push_back(absl::StrCat("missing: ", item.key));
-    } else if (item.tensor.sizes() != at::IntArrayRef(info->shape)) {
+    } else if (item.shape != info->shape) {
       problems.push_back(absl::StrCat(
           "of shape [", absl::StrJoin(info->shape, ", "), "] instead of [",
-          absl::StrJoin(item.tensor.sizes(), ", "), "]: ", item.key));
+          absl::StrJoin(item.shape, ", "), "]: ", item.key));
     } else if (!is_floating(info->dtype)) {
       problems.push_back(absl::StrCat(
           "of type ", std::string(distributed::TensorDtypeName(info->dtype)),
@@ -391,18 +474,30 @@ absl::Status CheckTensors(const distributed::SafetensorsFile& file,
                    absl::StrJoin(problems, "\n  ")));
 }
 
+// What this rank holds of each parameter, from the file.
 absl::StatusOr<std::vector<at::Tensor>> ReadTensors(
-    const distributed::SafetensorsFile& file, const Adapters& adapters) {
+    const distributed::SafetensorsFile& file, const Adapters& adapters,
+    int64_t rank) {
   std::vector<at::Tensor> tensors;
   for (const FileTensor& item : adapters.tensors) {
     const distributed::TensorInfo& info = *file.Find(item.key);
-    at::Tensor tensor =
+    at::Tensor whole =
         at::empty(info.shape, distributed::ToScalarType(info.dtype).value());
     LORA_RETURN_IF_ERROR(
         file.Read(info, 0,
-                  absl::MakeSpan(static_cast<char*>(tensor.mutable_data_ptr()),
+                  absl::MakeSpan(static_cast<char*>(whole.mutable_data_ptr()),
                                  info.byte_size)));
-    tensors.push_back(std::move(tensor));
+    whole = whole.view(item.parameter.GlobalShape());
+    std::vector<at::Tensor> slices;
+    for (const distributed::TensorSlice& slice :
+         item.parameter.SlicesOf(rank)) {
+      slices.push_back(whole);
+      for (int64_t dim = 0; dim < whole.dim(); ++dim) {
+        slices.back() =
+            slices.back().narrow(dim, slice.offsets[dim], slice.sizes[dim]);
+      }
+    }
+    tensors.push_back(slices.size() == 1 ? slices[0] : at::cat(slices));
   }
   return tensors;
 }
@@ -412,33 +507,68 @@ absl::StatusOr<std::vector<at::Tensor>> ReadTensors(
 absl::Status SaveAdapter(const torch::nn::Module& model,
                          const std::string& folder,
                          const SaveAdapterOptions& options) {
-  LORA_ASSIGN_OR_RETURN(
-      const Adapters adapters,
-      CollectAdapters(model, options.adapter_name, Purpose::kSave));
-  LORA_ASSIGN_OR_RETURN(distributed::internal::NewFolder new_folder,
-                        distributed::internal::NewFolder::Create(folder));
-  LORA_RETURN_IF_ERROR(WriteTensors(adapters, new_folder.PathOf(kTensorFile)));
-  LORA_RETURN_IF_ERROR(
-      new_folder.WriteText(kConfigFile, ConfigText(adapters, options)));
-  return new_folder.MoveIntoPlace();
+  const c10::NoGradGuard no_grad;
+  const DeviceMesh* const mesh = options.mesh.get();
+  const auto agreed = [&](const std::function<absl::Status()>& step) {
+    return AgreedStep(mesh, absl::StrCat("saving of ", folder),
+                      absl::StrCat("saving ", folder), step);
+  };
+  Adapters adapters;
+  LORA_RETURN_IF_ERROR(agreed([&]() -> absl::Status {
+    LORA_ASSIGN_OR_RETURN(adapters,
+                          CollectAdapters(model, options.adapter_name, mesh,
+                                          options.layouts, Purpose::kSave));
+    return absl::OkStatus();
+  }));
+  if (mesh != nullptr) {
+    std::vector<std::string> lines = {absl::CHexEscape(folder)};
+    for (const FileTensor& item : adapters.tensors) {
+      lines.push_back(distributed::internal::DescribeShards(item.parameter));
+    }
+    LORA_RETURN_IF_ERROR(distributed::internal::CheckRanksAgree(
+        *mesh->group(), mesh->ToString(), "comparison of what is saved",
+        lines));
+  }
+  LORA_ASSIGN_OR_RETURN(const std::vector<at::Tensor> tensors,
+                        GatherTensors(adapters, mesh, folder));
+  return agreed([&]() -> absl::Status {
+    if (mesh != nullptr && mesh->rank() != 0) return absl::OkStatus();
+    LORA_ASSIGN_OR_RETURN(distributed::internal::NewFolder new_folder,
+                          distributed::internal::NewFolder::Create(folder));
+    LORA_RETURN_IF_ERROR(
+        WriteTensors(adapters, tensors, new_folder.PathOf(kTensorFile)));
+    LORA_RETURN_IF_ERROR(
+        new_folder.WriteText(kConfigFile, ConfigText(adapters, options)));
+    return new_folder.MoveIntoPlace();
+  });
 }
 
 absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder,
-                         const std::string& adapter_name) {
-  LORA_ASSIGN_OR_RETURN(const Adapters adapters,
-                        CollectAdapters(model, adapter_name, Purpose::kLoad));
-  const std::string config_path = absl::StrCat(folder, "/", kConfigFile);
-  LORA_ASSIGN_OR_RETURN(const Json config, ReadConfig(config_path));
-  LORA_RETURN_IF_ERROR(CheckConfig(config, adapters, config_path));
-  LORA_ASSIGN_OR_RETURN(const distributed::SafetensorsFile file,
-                        distributed::SafetensorsFile::Open(
-                            absl::StrCat(folder, "/", kTensorFile)));
-  LORA_RETURN_IF_ERROR(CheckTensors(file, adapters));
-  LORA_ASSIGN_OR_RETURN(const std::vector<at::Tensor> tensors,
-                        ReadTensors(file, adapters));
-  c10::NoGradGuard no_grad;
+                         const LoadAdapterOptions& options) {
+  const c10::NoGradGuard no_grad;
+  const DeviceMesh* const mesh = options.mesh.get();
+  Adapters adapters;
+  std::vector<at::Tensor> tensors;
+  LORA_RETURN_IF_ERROR(AgreedStep(
+      mesh, absl::StrCat("loading of ", folder),
+      absl::StrCat("loading ", folder), [&]() -> absl::Status {
+        LORA_ASSIGN_OR_RETURN(adapters,
+                              CollectAdapters(model, options.adapter_name, mesh,
+                                              options.layouts, Purpose::kLoad));
+        const std::string config_path = absl::StrCat(folder, "/", kConfigFile);
+        LORA_ASSIGN_OR_RETURN(const Json config, ReadConfig(config_path));
+        LORA_RETURN_IF_ERROR(CheckConfig(config, adapters, config_path));
+        LORA_ASSIGN_OR_RETURN(const distributed::SafetensorsFile file,
+                              distributed::SafetensorsFile::Open(
+                                  absl::StrCat(folder, "/", kTensorFile)));
+        LORA_RETURN_IF_ERROR(CheckTensors(file, adapters));
+        LORA_ASSIGN_OR_RETURN(
+            tensors,
+            ReadTensors(file, adapters, mesh == nullptr ? 0 : mesh->rank()));
+        return absl::OkStatus();
+      }));
   for (size_t i = 0; i < tensors.size(); ++i) {
-    adapters.tensors[i].tensor.copy_(tensors[i]);
+    adapters.tensors[i].parameter.tensor.copy_(tensors[i]);
   }
   return absl::OkStatus();
 }

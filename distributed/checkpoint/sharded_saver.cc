@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "ATen/ops/empty.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
@@ -24,6 +23,7 @@
 #include "absl/strings/string_view.h"
 #include "c10/core/GradMode.h"
 #include "config/internal/status_macros.h"
+#include "distributed/checkpoint/internal/gather_rows.h"
 #include "distributed/checkpoint/internal/guarded_step.h"
 #include "distributed/checkpoint/internal/model_state.h"
 #include "distributed/checkpoint/internal/new_folder.h"
@@ -35,9 +35,7 @@
 #include "distributed/device_mesh.h"
 #include "distributed/internal/rank_agreement.h"
 #include "distributed/internal/run_collective.h"
-#include "distributed/tensor_slice.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
-#include "torch/csrc/distributed/c10d/Work.hpp"
 #include "torch/nn/module.h"
 
 namespace trainer_lora::distributed {
@@ -52,11 +50,6 @@ struct Entry {
   const ModelTensor* tensor;
   int64_t begin;
 };
-
-// The elements of `tensor` themselves, row-major, on `device`.
-at::Tensor Dense(const at::Tensor& tensor, at::Device device) {
-  return tensor.to(device).contiguous().resolve_conj().resolve_neg();
-}
 
 // A writer's status, which has the code of the file system's error, with one of
 // SaveCheckpoint().
@@ -375,75 +368,15 @@ class Saver {
               : "an undefined tensor",
           " and not ", DescribeTensor(value.scalar_type(), value.sizes())));
     }
-    const at::Tensor on_cpu = Dense(transformed.detach(), at::kCPU);
+    const at::Tensor on_cpu = internal::Dense(transformed.detach(), at::kCPU);
     if (on_cpu.dim() == 0) return on_cpu;
     return on_cpu.narrow(0, entry.begin, entry.spec.shape[0]);
   }
 
   // `shape[0]` rows of `tensor` from `begin` on, or all of a scalar.
   absl::StatusOr<at::Tensor> Gather(const ModelTensor& tensor, int64_t begin,
-                                    const std::vector<int64_t>& shape) {
-    const at::Tensor local = tensor.tensor.detach();
-    if (tensor.layout == nullptr || shape.empty()) {
-      if (!IsWriter()) return at::Tensor();
-      const at::Tensor rows =
-          shape.empty() ? local : local.narrow(0, begin, shape[0]);
-      return Dense(rows, at::kCPU);
-    }
-    at::Tensor whole;
-    if (IsWriter()) {
-      whole = at::empty(shape, local.options().device(at::kCPU));
-    }
-    // From the first rank on that has it: the writer's own copies come first.
-    std::set<TensorSlice> known;
-    for (int64_t rank = 0; rank < options_.mesh->size(); ++rank) {
-      for (const HeldRows& held :
-           RowsWithin(tensor.SlicesOf(rank), begin, shape[0])) {
-        if (!known.insert(held.slice).second) continue;
-        LORA_RETURN_IF_ERROR(
-            Move(tensor, rank, held.local_row, held.slice, whole));
-      }
-    }
-    return whole;
-  }
-
-  // Brings rows of the tensor of `owner`, from `local_row` on, to `slice` of
-  // `whole` on the writer.
-  absl::Status Move(const ModelTensor& tensor, int64_t owner, int64_t local_row,
-                    const TensorSlice& slice, const at::Tensor& whole) {
-    if (rank_ != owner && !IsWriter()) return absl::OkStatus();
-    at::Tensor part;
-    if (rank_ == owner) {
-      part = tensor.tensor.detach().narrow(0, local_row, slice.sizes[0]);
-    }
-    at::Tensor place = whole;
-    if (IsWriter()) {
-      for (int64_t dim = 0; dim < whole.dim(); ++dim) {
-        place = place.narrow(dim, slice.offsets[dim], slice.sizes[dim]);
-      }
-      if (rank_ == owner) {
-        place.copy_(part);
-        return absl::OkStatus();
-      }
-    }
-    const at::Device device = internal::MetadataDevice(*group_);
-    const std::string what = absl::StrCat(
-        options_.mesh->RankString(), ": transfer of ", tensor.names.front());
-    if (!IsWriter()) {
-      std::vector<at::Tensor> message = {Dense(part, device)};
-      return internal::RunCollective(*group_, what, [&] {
-        return group_->send(message, /*dstRank=*/0, /*tag=*/0);
-      });
-    }
-    std::vector<at::Tensor> message = {
-        place.is_contiguous() && device.is_cpu()
-            ? place
-            : at::empty(place.sizes(), place.options().device(device))};
-    LORA_RETURN_IF_ERROR(internal::RunCollective(*group_, what, [&] {
-      return group_->recv(message, static_cast<int>(owner), /*tag=*/0);
-    }));
-    if (!message[0].is_same(place)) place.copy_(message[0]);
-    return absl::OkStatus();
+                                    const std::vector<int64_t>& shape) const {
+    return internal::GatherRows(options_.mesh.get(), tensor, begin, shape);
   }
 
   absl::Status Finish() {

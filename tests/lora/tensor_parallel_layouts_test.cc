@@ -2,12 +2,16 @@
 #include "lora/tensor_parallel_layouts.h"
 
 #include <cstdint>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/ATen.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/lora_config.h"
@@ -15,9 +19,11 @@
 #include "distributed/checkpoint/sharded_saver.h"
 #include "distributed/device_mesh.h"
 #include "distributed/meta_device.h"
+#include "distributed/placement.h"
 #include "distributed/state_layout.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "lora/adapter_file.h"
 #include "lora/layer_replacement.h"
 #include "lora/linear.h"
 #include "lora/parallel_linear.h"
@@ -32,12 +38,14 @@ namespace trainer_lora::lora {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::UnorderedElementsAre;
 using ::trainer_lora::distributed::DeviceMesh;
 using ::trainer_lora::testutil::Bytes;
 using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::ReadCheckpoint;
 using ::trainer_lora::testutil::RunRanks;
+using ::trainer_lora::testutil::StatusIs;
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 using MeshPtr = std::shared_ptr<const DeviceMesh>;
@@ -84,7 +92,7 @@ at::Tensor ExpectedPart(const std::string& name, const at::Tensor& whole,
   const at::Tensor queries =
       at::arange(rank * kQuery / size, (rank + 1) * kQuery / size, at::kLong);
   if (name == "qkv.lora_A" || name == "out.base_layer.bias" ||
-      name == "out.lora_B" || name == "norm") {
+      name == "out.lora_B" || name == "out.lora_magnitude" || name == "norm") {
     return whole;
   }
   if (name == "out.base_layer.weight" || name == "out.lora_A") {
@@ -223,6 +231,161 @@ TEST_F(TensorParallelLayoutsTest, LoadsAWholeCheckpointAndSavesItAgain) {
       EXPECT_EQ(Bytes(tensor), Bytes(whole_.at(name))) << name;
     }
   }
+}
+
+// --- Adapter folders ---------------------------------------------------------
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void ExpectSameFolder(const std::string& actual, const std::string& expected) {
+  for (const std::string name :
+       {"/adapter_config.json", "/adapter_model.safetensors"}) {
+    EXPECT_FALSE(ReadFile(expected + name).empty());
+    EXPECT_EQ(ReadFile(actual + name), ReadFile(expected + name)) << name;
+  }
+}
+
+// Gives the trainable parameters the parts of `whole`.
+void SetAdapters(torch::nn::Module& model, const Tensors& whole,
+                 const DeviceMesh& mesh) {
+  const at::NoGradGuard no_grad;
+  for (const NamedParameter& item : TrainableParameters(model)) {
+    item.parameter.copy_(ExpectedPart(item.name, whole.at(item.name),
+                                      mesh.size(1), mesh.coordinate(1)));
+  }
+}
+
+// Random adapters of one process, and the folder that it saves.
+Tensors SaveWholeAdapters(const config::LoraConfig& config,
+                          const std::string& folder) {
+  const auto model = WholeModel();
+  EXPECT_THAT(EnableLoraTraining(*model, config), IsOk());
+  Tensors adapters;
+  for (const NamedParameter& item : TrainableParameters(*model)) {
+    adapters[item.name] = item.parameter.detach().normal_();
+  }
+  EXPECT_THAT(SaveAdapter(*model, folder), IsOk());
+  return adapters;
+}
+
+TEST_F(TensorParallelLayoutsTest,
+       SplitAdaptersAreSavedAndLoadedAsOfOneProcess) {
+  for (const bool use_dora : {false, true}) {
+    config::LoraConfig config = Config();
+    config.use_dora = use_dora;
+    const std::string name = use_dora ? "dora" : "lora";
+    const std::string expected = folder_.Path(name);
+    const Tensors whole = SaveWholeAdapters(config, expected);
+    for (const auto& [data, tensor] :
+         std::vector<std::pair<int64_t, int64_t>>{{1, 2}, {1, 4}, {2, 2}}) {
+      const std::string saved = expected + std::to_string(data * 10 + tensor);
+      SCOPED_TRACE(saved);
+      RunRanks(static_cast<int>(data * tensor), [&, data = data,
+                                                 tensor = tensor](
+                                                    int, GroupPtr group) {
+        LORA_ASSERT_OK_AND_ASSIGN(
+            const MeshPtr mesh,
+            DeviceMesh::Create(group, {{"data", data}, {"tensor", tensor}}));
+        const auto model = SplitModel(mesh);
+        ASSERT_THAT(EnableLoraTraining(*model, config), IsOk());
+        SetAdapters(*model, whole, *mesh);
+        SaveAdapterOptions save;
+        save.mesh = mesh;
+        save.layouts = TensorParallelLayouts(*model);
+        ASSERT_THAT(SaveAdapter(*model, saved, save), IsOk());
+
+        const auto loaded = SplitModel(mesh);
+        ASSERT_THAT(EnableLoraTraining(*loaded, config), IsOk());
+        LoadAdapterOptions load;
+        load.mesh = mesh;
+        load.layouts = save.layouts;
+        ASSERT_THAT(LoadAdapter(*loaded, expected, load), IsOk());
+        for (const NamedParameter& item : TrainableParameters(*loaded)) {
+          EXPECT_EQ(Bytes(item.parameter),
+                    Bytes(ExpectedPart(item.name, whole.at(item.name), tensor,
+                                       mesh->coordinate(1))))
+              << item.name;
+        }
+      });
+      ExpectSameFolder(saved, expected);
+    }
+  }
+}
+
+TEST_F(TensorParallelLayoutsTest, AdaptersInShardsAreSavedAsOfOneProcess) {
+  const std::string expected = folder_.Path("whole");
+  const Tensors whole = SaveWholeAdapters(Config(), expected);
+  const std::string saved = folder_.Path("sharded");
+  RunRanks(3, [&](int, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
+    std::shared_ptr<torch::nn::Module> model;
+    {
+      const distributed::MetaDeviceGuard meta_device;
+      model = WholeModel();
+    }
+    LoraTrainingOptions enable;
+    enable.prepare_for_fsdp = true;
+    LORA_ASSERT_OK_AND_ASSIGN(const LoraTraining training,
+                              EnableLoraTraining(*model, Config(), enable));
+    distributed::LoadCheckpointOptions load;
+    load.mesh = mesh;
+    load.layouts = distributed::ShardedLayouts(
+        *model, mesh, {distributed::Placement::Shard(0)});
+    load.aliases = training.checkpoint_key_aliases;
+    load.missing_parameter_initializer = training.missing_parameter_initializer;
+    ASSERT_THAT(distributed::LoadCheckpoint(*model, folder_.Path("base"), load),
+                IsOk());
+    LoadAdapterOptions load_adapter;
+    load_adapter.mesh = mesh;
+    load_adapter.layouts = load.layouts;
+    ASSERT_THAT(LoadAdapter(*model, expected, load_adapter), IsOk());
+    SaveAdapterOptions save;
+    save.mesh = mesh;
+    save.layouts = load.layouts;
+    ASSERT_THAT(SaveAdapter(*model, saved, save), IsOk());
+  });
+  ExpectSameFolder(saved, expected);
+}
+
+TEST_F(TensorParallelLayoutsTest, ErrorsOfAdapterFoldersAreThoseOfAllRanks) {
+  const std::string taken = folder_.Path("taken");
+  SaveWholeAdapters(Config(), taken);
+  RunRanks(2, [&](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const MeshPtr mesh,
+        DeviceMesh::Create(group, {{"data", 1}, {"tensor", 2}}));
+    const auto model = SplitModel(mesh);
+    ASSERT_THAT(EnableLoraTraining(*model, Config()), IsOk());
+    EXPECT_THAT(SaveAdapter(*model, folder_.Path("alone")),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("TensorParallelLayouts")));
+    SaveAdapterOptions save;
+    save.mesh = mesh;
+    save.layouts = TensorParallelLayouts(*model);
+    EXPECT_THAT(SaveAdapter(*model, taken, save),
+                StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr(taken)));
+    EXPECT_THAT(
+        SaveAdapter(*model, folder_.Path(rank == 0 ? "here" : "there"), save),
+        StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("there")));
+
+    // One rank's model has other adapters.
+    LoadAdapterOptions load;
+    load.mesh = mesh;
+    load.layouts = save.layouts;
+    const auto other = SplitModel(mesh);
+    config::LoraConfig config = Config();
+    if (rank == 1) config.alpha = 5;
+    ASSERT_THAT(EnableLoraTraining(*other, config), IsOk());
+    EXPECT_THAT(
+        LoadAdapter(*other, taken, load),
+        StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("rank 1: ")));
+    const auto parameters = other->named_parameters();
+    EXPECT_TRUE(at::equal(parameters["qkv.lora_B"],
+                          at::zeros_like(parameters["qkv.lora_B"])));
+  });
 }
 
 }  // namespace
