@@ -1,5 +1,5 @@
 // Compiles and runs the README's code for checkpoints in shards.
-#include "tests/readme/shards.inc"
+#include "tests/docs/shards.inc"
 
 #include <filesystem>
 #include <map>

@@ -1,5 +1,5 @@
 // Compiles and runs the code of the README's tour.
-#include "tests/readme/tour.inc"
+#include "tests/docs/tour.inc"
 
 #include <cmath>
 #include <filesystem>
