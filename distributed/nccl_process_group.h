@@ -9,9 +9,13 @@
 // own, and waiting for it makes the current stream wait, not the host. So what
 // goes wrong on the device is known later: a collective that fails or outlasts
 // the timeout is aborted by c10d's watchdog thread, after which the device goes
-// on with undefined values, and every later collective of the group returns
-// kUnavailable or kDeadlineExceeded with the reason, NCCL's own last error
-// included. c10d's environment variables (TORCH_NCCL_...) have their effect.
+// on with undefined values, and every later collective of the group returns an
+// error; the next GradientSync::Sync() says whether it was a timeout. What NCCL
+// itself says of an error is in the message of the Status.
+//
+// c10d's environment variables (TORCH_NCCL_...) have their effect. It ends a
+// process that keeps a failed group for long
+// (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC).
 //
 // Letting go of the last reference to a group aborts what still runs on the
 // device, and waits for no peer. c10d::ProcessGroup::shutdown() instead lets it

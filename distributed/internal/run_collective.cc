@@ -15,6 +15,7 @@
 #include "c10/core/Device.h"
 #include "c10/util/Exception.h"
 #include "c10/util/intrusive_ptr.h"
+#include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Work.hpp"
 
@@ -55,6 +56,26 @@ absl::Status RunCollective(
     const c10d::ProcessGroup& group, const std::string& what,
     const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
   return CallCollective(what, [&] { StartCollective(group, start)->wait(); });
+}
+
+bool HasNccl(c10d::ProcessGroup& group) {
+  return group.getBackend(at::kCUDA)->getBackendName() == "nccl";
+}
+
+absl::Status CheckCudaBackend(c10d::ProcessGroup& group,
+                              const std::string& what) {
+  if (!HasNccl(group)) return absl::OkStatus();
+  switch (group.getBackend(at::kCUDA)->getError()) {
+    case c10d::ErrorType::SUCCESS:
+      return absl::OkStatus();
+    case c10d::ErrorType::TIMEOUT:
+      return absl::DeadlineExceededError(absl::StrCat(
+          what, " failed: a collective of the group timed out on the device"));
+    default:
+      return absl::UnavailableError(absl::StrCat(
+          what, " failed: a collective of the group failed on the device, ",
+          "here or on another rank; c10d's log says why"));
+  }
 }
 
 std::string ErrorMessage(const std::exception& exception) {

@@ -40,6 +40,16 @@ absl::Status RunCollective(
     const c10d::ProcessGroup& group, const std::string& what,
     const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
 
+// Whether CUDA tensors of `group` go through NCCL.
+bool HasNccl(c10d::ProcessGroup& group);
+
+// What became of the collectives of CUDA tensors that were queued, if they go
+// through NCCL: OK until c10d's watchdog has found one that failed
+// (kUnavailable) or outlasted the timeout (kDeadlineExceeded) and aborted the
+// group. `what` as in CallCollective.
+absl::Status CheckCudaBackend(c10d::ProcessGroup& group,
+                              const std::string& what);
+
 // What the exception says, without a backtrace; with the last error of NCCL
 // where c10d quotes it.
 std::string ErrorMessage(const std::exception& exception);
