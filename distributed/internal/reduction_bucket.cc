@@ -177,8 +177,8 @@ absl::StatusOr<bool> ReductionBucket::Finish() {
   } else {
     healthy = unhealthy_ranks_.item<double>() == 0;
   }
-  // Division and sum, not c10d's AVG: two ranks then give the bits of one that
-  // accumulated both gradients and divided.
+  // Division and sum, not c10d's AVG where that rounds more often: two ranks
+  // then give the bits of one that accumulated both gradients and divided.
   const int64_t divisor = reduction_.divisor / divisor_before_;
   if (divisor > 1) reduced_.div_(divisor);
   if (!reduced_.is_same(flat_)) flat_.copy_(reduced_);
