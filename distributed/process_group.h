@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/launch_environment.h"
+#include "distributed/libtorch_version.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Store.hpp"
 
