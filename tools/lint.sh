@@ -7,8 +7,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fix=false
 [[ "${1:-}" == --fix ]] && fix=true
 
-mapfile -t cc_files < <(git ls-files '*.h' '*.cc')
-mapfile -t bazel_files < <(git ls-files 'WORKSPACE' '*BUILD.bazel' '*.bzl' '*/WORKSPACE')
+# Not by git, which an archive of the tree does not have.
+files() { find . \( -name .git -o -name 'bazel-*' -o -name node_modules \) -prune -o -type f "$@" -print | sort; }
+mapfile -t cc_files < <(files \( -name '*.h' -o -name '*.cc' \))
+mapfile -t bazel_files < <(files \( -name WORKSPACE -o -name BUILD.bazel -o -name '*.bzl' \))
 buildifier() { npm exec --yes --package=@bazel/buildifier@8.2.1 -- buildifier "$@"; }
 
 if "${fix}"; then
