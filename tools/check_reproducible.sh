@@ -31,7 +31,8 @@ build_and_hash() {
   tools/setup.sh
   bazel --output_base="${output_base}" build --noshow_progress --experimental_convenience_symlinks=ignore -- "${targets[@]}"
   cd "$(bazel --output_base="${output_base}" info --noshow_progress bazel-bin 2>/dev/null)"
-  find . -type f \( -name '*.[ao]' -o -name '*.so' -o -perm -u+x ! -name '*.*' \) -print0 | sort -z | xargs -0 sha256sum >"$2"
+  find . -name '*.runfiles' -prune -o -type f \( -name '*.[ao]' -o -name '*.so' -o -perm -u+x ! -name '*.*' \) -print0 |
+    sort -z | xargs -0 sha256sum >"$2"
   cd "${workspace}"
   bazel --output_base="${output_base}" shutdown
   chmod -R u+w "${folder:?}/${1%%/*}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks the format of C++ and Bazel files, and that packages depend on each other in one direction only. With --fix it
-# formats the files instead.
+# Checks the format of C++ and Bazel files, that packages depend on each other in one direction only, and that no action
+# depends on where the tree is. With --fix it formats the files before.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -43,4 +43,12 @@ torch_free+=' + //distributed/checkpoint:state_dict_mapping + //distributed/chec
 torch_free+=' + //distributed/checkpoint:load_plan + //distributed:tensor_slice'
 torch_free+=' + //lora:target_matcher'
 forbid "${torch_free}" '//third_party:libtorch'
+
+# Or else no other machine could run an action, or use its result.
+output_base="$(bazel info --noshow_progress output_base 2>/dev/null)"
+actions="$(bazel aquery --noshow_progress --include_artifacts=false //... 2>/dev/null)"
+if grep -F -m 3 -e "${PWD}" -e "${output_base}" <<<"${actions}" >&2; then
+  echo "lint: actions name folders of this machine" >&2
+  exit 1
+fi
 echo "lint: clean"
