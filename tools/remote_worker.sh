@@ -27,6 +27,7 @@ find "${folder}/source" -name '*.java' -exec javac -nowarn -Xlint:none -d "${fol
   2>"${folder}/javac.log" || { cat "${folder}/javac.log" >&2; exit 1; }
 
 mkdir "${folder}/cas" "${folder}/work"
+touch "${folder}/log"
 java -cp "${folder}/classes:${server_jar}" com.google.devtools.build.remote.worker.RemoteWorker \
   --listen_port=0 --cas_path="${folder}/cas" --work_path="${folder}/work" >"${folder}/log" 2>&1 &
 worker=$!
@@ -34,8 +35,4 @@ until port="$(sed -n 's/.*Started gRPC server on port \([0-9]*\)$/\1/p' "${folde
   kill -0 "${worker}" 2>/dev/null || { cat "${folder}/log" >&2; exit 1; }
   sleep 0.1
 done
-REMOTE_EXECUTOR="grpc://127.0.0.1:${port}" "$@" || {
-  exit_status=$?
-  grep -v INFO "${folder}/log" | tail -n 50 >&2
-  exit "${exit_status}"
-}
+REMOTE_EXECUTOR="grpc://127.0.0.1:${port}" "$@"
