@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "c10/core/Device.h"
+#include "distributed/libtorch_version.h"
 
 namespace trainer_lora::distributed {
 

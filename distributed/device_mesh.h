@@ -24,6 +24,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "c10/util/intrusive_ptr.h"
+#include "distributed/libtorch_version.h"
 
 // Only who calls into the group needs c10d's headers.
 namespace c10d {

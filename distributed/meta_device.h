@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "c10/core/impl/LocalDispatchKeySet.h"
 #include "config/language_version.h"
+#include "distributed/libtorch_version.h"
 
 namespace torch::nn {
 class Module;

@@ -20,6 +20,7 @@
 #include "c10/core/Device.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/launch_environment.h"
+#include "distributed/libtorch_version.h"
 #include "distributed/nccl_process_group.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Store.hpp"

@@ -30,6 +30,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "config/language_version.h"
+#include "distributed/libtorch_version.h"
 
 namespace trainer_lora::lora {
 

@@ -39,6 +39,7 @@
 #include "ATen/core/Tensor.h"
 #include "absl/types/span.h"
 #include "config/language_version.h"
+#include "distributed/libtorch_version.h"
 
 namespace trainer_lora::lora {
 

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Checks the format of C++ and Bazel files, and that packages depend on each other in one direction only. With --fix it
-# formats the files instead.
+# Checks the format of C++ and Bazel files, that packages depend on each other in one direction only, and that no action
+# depends on where the tree is. With --fix it formats the files before.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 fix=false
 [[ "${1:-}" == --fix ]] && fix=true
 
-mapfile -t cc_files < <(git ls-files '*.h' '*.cc')
-mapfile -t bazel_files < <(git ls-files 'WORKSPACE' '*BUILD.bazel' '*.bzl' '*/WORKSPACE')
+# Not by git, which an archive of the tree does not have.
+files() { find . \( -name .git -o -name 'bazel-*' -o -name node_modules \) -prune -o -type f "$@" -print | sort; }
+mapfile -t cc_files < <(files \( -name '*.h' -o -name '*.cc' \))
+mapfile -t bazel_files < <(files \( -name WORKSPACE -o -name BUILD.bazel -o -name '*.bzl' \))
 buildifier() { npm exec --yes --package=@bazel/buildifier@8.2.1 -- buildifier "$@"; }
 
 if "${fix}"; then
@@ -46,4 +48,12 @@ torch_free+=' + //lora:target_matcher'
 forbid_libtorch '//config/...'
 forbid_libtorch "${torch_free}"
 forbid 'filter("^@libtorch_cuda//", deps(//...))' 'a build for CPU must not fetch'
+
+# Or else no other machine could run an action, or use its result.
+output_base="$(bazel info --noshow_progress output_base 2>/dev/null)"
+actions="$(bazel aquery --noshow_progress --include_artifacts=false //... 2>/dev/null)"
+if grep -F -m 3 -e "${PWD}" -e "${output_base}" <<<"${actions}" >&2; then
+  echo "lint: actions name folders of this machine" >&2
+  exit 1
+fi
 echo "lint: clean"

@@ -16,6 +16,7 @@
 #include "ATen/core/Tensor.h"
 #include "absl/strings/string_view.h"
 #include "config/language_version.h"
+#include "distributed/libtorch_version.h"
 #include "distributed/tensor_slice.h"
 
 namespace trainer_lora::distributed {

@@ -6,6 +6,7 @@
 
 #include "c10/core/ScalarType.h"
 #include "distributed/checkpoint/safetensors_file.h"
+#include "distributed/libtorch_version.h"
 
 namespace trainer_lora::distributed {
 

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Builds and tests this workspace as a monorepo of its own that has this repository in third_party/trainer_lora, in a folder
+# for temporary files. First checks that the README's lines for consumers are those of this workspace. The optional argument
+# is a file for the results as JUnit XML.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+# A block after `<!-- consumer FILE -->` stands in tests/consumer/FILE as it is.
+readonly files=(.bazelrc BUILD.bazel WORKSPACE)
+for file in "${files[@]}"; do
+  block="$(awk -v mark="<!-- consumer ${file} -->" '$0 == mark {found = 1} found && /^```$/ {exit}
+    code {print} found && /^```[a-z]/ {code = 1}' README.md)"
+  if [[ -z "${block}" || "$(<"tests/consumer/${file}")" != *"${block}"* ]]; then
+    echo "consumer: README.md has no lines of tests/consumer/${file} after <!-- consumer ${file} -->" >&2
+    exit 1
+  fi
+done
+
+readonly folder="$(mktemp -d --tmpdir consumer.XXXXXX)"
+readonly monorepo="${folder}/monorepo"
+# A consumer has its own rc file. This one is of the machine: where Debian's Bazel has its rules, and a disk cache.
+cat debian.bazelrc user.bazelrc >"${folder}/machine.bazelrc" 2>/dev/null || true
+consumer_bazel() {
+  (cd "${monorepo}" && bazel --output_base="${folder}/output" --bazelrc="${folder}/machine.bazelrc" "$@")
+}
+cleanup() {
+  consumer_bazel shutdown
+  chmod -R u+w "${folder}"
+  rm -rf "${folder}"
+}
+trap cleanup EXIT
+
+# The tree as it would be vendored: neither git nor files of this machine.
+readonly vendored="${monorepo}/third_party/trainer_lora"
+mkdir -p "${vendored}"
+tar -c --exclude-vcs --exclude='bazel-*' --exclude=./debian.bazelrc --exclude=./user.bazelrc --exclude=./node_modules . | tar -x -C "${vendored}"
+cp -r "${vendored}/tests/consumer/." "${monorepo}"
+sed -i 's|path = "\.\./\.\."|path = "third_party/trainer_lora"|' "${monorepo}/WORKSPACE"
+
+consumer_bazel test //:all
+# Every library of ours loads from there too, not only those in use.
+consumer_bazel build --nobuild @trainer_lora//:all @trainer_lora//config/... @trainer_lora//distributed/... \
+  @trainer_lora//lora/...
+[[ -z "${1:-}" ]] || cp "${monorepo}/bazel-testlogs/trainer_test/test.xml" "$1"
