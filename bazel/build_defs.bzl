@@ -6,6 +6,9 @@ _COPTS = [
     "-Wno-sign-compare",
 ]
 
+# Where remote workers with a GPU are kept apart from others.
+_GPU_EXEC_PROPERTIES = {"Pool": "gpu"}
+
 def lora_cc_library(name, copts = [], **kwargs):
     native.cc_library(
         name = name,
@@ -28,6 +31,27 @@ def lora_cc_test(name, deps = [], copts = [], size = "small", **kwargs):
         copts = _COPTS + copts,
         linkstatic = True,
         deps = deps + ["@com_google_googletest//:gtest_main"],
+        **kwargs
+    )
+
+def lora_cc_gpu_test(name, deps = [], tags = [], **kwargs):
+    """A lora_cc_test that needs a GPU. It is built for CUDA alone, and skips its test cases where there is no GPU."""
+    lora_cc_test(
+        name = name,
+        exec_properties = _GPU_EXEC_PROPERTIES,
+        tags = tags + [
+            "gpu",
+            "requires-gpu-nvidia",
+        ],
+        target_compatible_with = select({
+            "//third_party:is_cuda": [],
+            "//conditions:default": ["//third_party:never"],
+        }),
+        deps = deps + [
+            "//tests/testutil:gpu",
+            "//third_party:libtorch",
+            "//third_party:nccl",
+        ],
         **kwargs
     )
 

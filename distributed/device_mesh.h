@@ -66,7 +66,7 @@ class DeviceMesh {
   //                        twice, or the sizes don't multiply to the ranks
   //   kFailedPrecondition  ranks passed different arguments (the message says
   //                        which), or the group has no store or was shut down
-  //   kUnimplemented       the group has other backends than gloo
+  //   kUnimplemented       the group has other backends than gloo and nccl
   //   kUnavailable, kDeadlineExceeded  a peer is lost or does not answer
   static absl::StatusOr<std::shared_ptr<const DeviceMesh>> Create(
       c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<MeshDim> dims,

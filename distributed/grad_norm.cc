@@ -5,11 +5,13 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/linalg_vector_norm.h"
+#include "ATen/ops/stack.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -30,12 +32,24 @@ absl::Status CheckMaxNorm(double max_norm) {
       absl::StrCat("max_norm must be positive, got ", max_norm));
 }
 
-double SquaredNorm(const at::Tensor& gradient) {
-  const double norm = at::linalg_vector_norm(gradient, 2, std::nullopt,
-                                             /*keepdim=*/false, at::kDouble)
-                          .item<double>();
-  return norm * norm;
+at::Tensor Norm(const at::Tensor& gradient) {
+  return at::linalg_vector_norm(gradient, 2, std::nullopt, /*keepdim=*/false,
+                                at::kDouble);
 }
+
+// The values of scalar tensors of doubles. The host waits for a device once,
+// not for each of them.
+std::vector<double> ReadAll(std::vector<at::Tensor> scalars) {
+  if (scalars.empty()) return {};
+  for (at::Tensor& scalar : scalars) {
+    scalar = scalar.to(scalars[0].device(), /*non_blocking=*/true);
+  }
+  const at::Tensor values = at::stack(scalars).cpu();
+  const double* const begin = values.const_data_ptr<double>();
+  return {begin, begin + values.numel()};
+}
+
+double Square(double x) { return x * x; }
 
 void Clip(const std::vector<at::Tensor>& gradients, double norm,
           double max_norm) {
@@ -57,21 +71,31 @@ int64_t NumReplicas(const ParameterLayout& layout) {
   return replicas;
 }
 
-// This rank's share of the squared norm: each of the ranks that hold a value
-// adds its own.
-double SquaredNormShare(const at::Tensor& gradient,
-                        const ParameterLayout& layout) {
+// The norms that SquaredNormShare() needs of a gradient.
+void AppendNorms(const at::Tensor& gradient, const ParameterLayout& layout,
+                 std::vector<at::Tensor>& norms) {
+  if (!layout.HasReplicatedParts()) {
+    norms.push_back(Norm(gradient));
+    return;
+  }
+  int64_t row = 0;
+  for (const Chunk& chunk : layout.LocalParts()) {
+    norms.push_back(Norm(gradient.narrow(0, row, chunk.size)));
+    row += chunk.size;
+  }
+}
+
+// This rank's share of the squared norm of a gradient: each of the ranks that
+// hold a value adds its own. Moves `norm` past the gradient's norms.
+double SquaredNormShare(const ParameterLayout& layout,
+                        std::vector<double>::const_iterator& norm) {
   double squared_norm = 0;
   if (layout.HasReplicatedParts()) {
-    const std::vector<Chunk> chunks = layout.LocalParts();
-    int64_t row = 0;
-    for (size_t i = 0; i < chunks.size(); ++i) {
-      squared_norm += SquaredNorm(gradient.narrow(0, row, chunks[i].size)) /
-                      static_cast<double>(layout.parts[i].replicas);
-      row += chunks[i].size;
+    for (const ShardedPart& part : layout.parts) {
+      squared_norm += Square(*norm++) / static_cast<double>(part.replicas);
     }
   } else {
-    squared_norm = SquaredNorm(gradient);
+    squared_norm = Square(*norm++);
   }
   return squared_norm / static_cast<double>(NumReplicas(layout));
 }
@@ -83,11 +107,15 @@ absl::StatusOr<double> ClipGradNorm(absl::Span<const at::Tensor> parameters,
   LORA_RETURN_IF_ERROR(CheckMaxNorm(max_norm));
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
-  double squared_norm = 0;
+  std::vector<at::Tensor> norms;
   for (const at::Tensor& parameter : parameters) {
     if (!parameter.grad().defined()) continue;
     gradients.push_back(parameter.grad());
-    squared_norm += SquaredNorm(parameter.grad());
+    norms.push_back(Norm(parameter.grad()));
+  }
+  double squared_norm = 0;
+  for (const double norm : ReadAll(std::move(norms))) {
+    squared_norm += Square(norm);
   }
   const double norm = std::sqrt(squared_norm);
   Clip(gradients, norm, max_norm);
@@ -100,7 +128,8 @@ absl::StatusOr<double> ClipGradNorm(
   absl::Status error = CheckMaxNorm(max_norm);
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
-  double squared_norm = 0;
+  std::vector<const ParameterLayout*> layouts;
+  std::vector<at::Tensor> norms;
   for (const DistributedParameter& item : parameters) {
     if (item.layout.mesh.get() != &mesh) {
       error.Update(absl::InvalidArgumentError(
@@ -109,7 +138,14 @@ absl::StatusOr<double> ClipGradNorm(
     }
     if (!item.parameter.grad().defined()) continue;
     gradients.push_back(item.parameter.grad());
-    squared_norm += SquaredNormShare(item.parameter.grad(), item.layout);
+    layouts.push_back(&item.layout);
+    AppendNorms(item.parameter.grad(), item.layout, norms);
+  }
+  const std::vector<double> values = ReadAll(std::move(norms));
+  auto value = values.begin();
+  double squared_norm = 0;
+  for (const ParameterLayout* layout : layouts) {
+    squared_norm += SquaredNormShare(*layout, value);
   }
   // A rank in error takes part all the same, so that no other waits for it.
   if (!error.ok()) squared_norm = std::numeric_limits<double>::quiet_NaN();

@@ -458,8 +458,10 @@ class GradientSync::Impl {
   // Starts the buckets that are left, those of replicated parts last.
   absl::Status StartRest(absl::Status& error);
   absl::Status Start(ReductionBucket& bucket, bool healthy, bool is_divided);
-  // Whether all ranks answered for their gradients.
+  // Whether all ranks answered for their gradients; true on CUDA, where
+  // CheckLastStep() has the answer of the step before.
   absl::StatusOr<bool> FinishAll();
+  absl::Status CheckLastStep();
   void StartOver();
 
   std::shared_ptr<const DeviceMesh> mesh_;
@@ -662,7 +664,8 @@ void GradientSync::Impl::OnAccumulated(size_t index) {
     entry.is_summed = false;
     ++current_.copied_gradients;
   }
-  const ReductionBucket& bucket = buckets_[entry.bucket];
+  ReductionBucket& bucket = buckets_[entry.bucket];
+  bucket.NoteStream();
   if (DividesOnArrival(bucket)) entry.view.div_(bucket.divisor_before());
   while (next_bucket_ < buckets_.size() && missing_[next_bucket_] == 0) {
     ++current_.overlapped_buckets;
@@ -762,6 +765,25 @@ absl::StatusOr<bool> GradientSync::Impl::FinishAll() {
   return all_healthy;
 }
 
+absl::Status GradientSync::Impl::CheckLastStep() {
+  absl::Status status;
+  bool all_healthy = true;
+  for (std::vector<ReductionBucket>* buckets : {&buckets_, &part_buckets_}) {
+    for (ReductionBucket& bucket : *buckets) {
+      const absl::StatusOr<bool> healthy = bucket.LastFinish();
+      status.Update(healthy.status());
+      all_healthy = all_healthy && healthy.value_or(false);
+    }
+  }
+  if (status.ok() && !all_healthy) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(mesh_->RankString(),
+                     ": another rank could not answer for its gradients in the "
+                     "synchronization before this one; its error says why"));
+  }
+  return status;
+}
+
 absl::StatusOr<int64_t> GradientSync::Impl::ReduceOnce() {
   const at::NoGradGuard no_grad;
   absl::Status error;
@@ -791,6 +813,8 @@ absl::StatusOr<int64_t> GradientSync::Impl::Sync() {
     return absl::FailedPreconditionError(absl::StrCat(
         "the gradients can't be reduced after an error: ", broken_.message()));
   }
+  broken_ = CheckLastStep();
+  if (!broken_.ok()) return broken_;
   // Taken out, so that whatever ends this call early leaves it broken.
   broken_ = absl::UnknownError("an exception");
   absl::Status error = backward_error_;

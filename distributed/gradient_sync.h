@@ -86,7 +86,7 @@ struct GradientSyncStatistics {
   int64_t copied_gradients = 0;
   // Of the parameters that had no gradient, which counted as zero.
   std::vector<std::string> zero_filled;
-  // From the call of Sync() to its return.
+  // From the call of Sync() to its return, on the host.
   double seconds = 0;
 };
 
@@ -125,6 +125,13 @@ class GradientSync {
   // that reduce a gradient with this one then get an error too, unless all of
   // its reductions have started with overlap: then at the next collective.
   // After any error the gradients are undefined, and all later calls fail.
+  //
+  // On CUDA it queues everything behind the current stream, and the host does
+  // not wait for the device. What becomes known there alone is returned by the
+  // next Sync(): the error of another rank, until which the gradients that it
+  // reduced are NaN on all ranks, and that of a collective which the watchdog
+  // of NCCL aborted. That call waits until the device has done the reductions
+  // of the one before.
   absl::StatusOr<int64_t> Sync();
 
   // Makes every gradient zero, as a view of its buffer. Not collective.

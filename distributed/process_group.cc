@@ -16,6 +16,7 @@
 #include "distributed/internal/gloo_group.h"
 #include "distributed/internal/run_collective.h"
 #include "distributed/internal/sigpipe_guard.h"
+#include "distributed/nccl_process_group.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
@@ -84,6 +85,19 @@ absl::Status Annotate(const absl::Status& status, const std::string& context) {
                       absl::StrCat(context, ": ", status.message()));
 }
 
+// The group for all of the rank's tensors.
+absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateGroup(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    const ProcessGroupOptions& options) {
+  LORA_ASSIGN_OR_RETURN(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                        CreateGlooProcessGroup(store, rank, size, options));
+  if (!options.device.is_cpu()) {
+    LORA_RETURN_IF_ERROR(
+        AddNcclBackend(*group, options.device, options.timeout, options.nccl));
+  }
+  return group;
+}
+
 absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> JoinThroughStore(
     const config::LaunchEnvironment& environment, ProcessGroupOptions options) {
   LORA_ASSIGN_OR_RETURN(const c10::intrusive_ptr<c10d::Store> store,
@@ -91,8 +105,7 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> JoinThroughStore(
   if (options.bind_address.empty() && IsLoopback(environment.master_addr)) {
     options.bind_address = kLoopback;
   }
-  return CreateGlooProcessGroup(store, environment.rank, environment.world_size,
-                                options);
+  return CreateGroup(store, environment.rank, environment.world_size, options);
 }
 
 }  // namespace
@@ -103,8 +116,8 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> InitProcessGroup(
   if (environment.world_size == 1) {
     ProcessGroupOptions alone = options;
     alone.bind_address = kLoopback;
-    return CreateGlooProcessGroup(c10::make_intrusive<c10d::HashStore>(),
-                                  /*rank=*/0, /*size=*/1, alone);
+    return CreateGroup(c10::make_intrusive<c10d::HashStore>(), /*rank=*/0,
+                       /*size=*/1, alone);
   }
   auto group = JoinThroughStore(environment, options);
   if (!group.ok()) {

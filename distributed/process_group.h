@@ -17,8 +17,10 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "c10/core/Device.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/launch_environment.h"
+#include "distributed/nccl_process_group.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Store.hpp"
 
@@ -32,9 +34,16 @@ struct ProcessGroupOptions {
   // interfaces in the environment variable GLOO_SOCKET_IFNAME if that is set,
   // else the address of the machine's host name, or loopback if it has none.
   std::string bind_address;
+
+  // The device on which this rank computes, as GetLocalTorchDevice() says. The
+  // ranks are all on the CPU, or each on a CUDA device of its own.
+  at::Device device = at::kCPU;
+  // For a CUDA device.
+  NcclOptions nccl;
 };
 
-// Joins the job with a Gloo group for CPU tensors; returns when all ranks have.
+// Joins the job with a group of Gloo for CPU tensors and, on a CUDA device, of
+// NCCL for CUDA tensors, which is bound to it; returns when all ranks have.
 // They meet in a TCP store at the master's address, which rank 0 serves unless
 // the launcher's agent does. With a loopback master and no `bind_address`, Gloo
 // stays on loopback as well. A world of one needs neither master nor network.
@@ -42,15 +51,17 @@ struct ProcessGroupOptions {
 // Errors name the address and the rank. kUnavailable: no store at the address,
 // or rank 0 can't serve one there. kDeadlineExceeded or kUnavailable: not all
 // ranks came in time, or one was lost on the way. kFailedPrecondition: no
-// address of this machine is where the options say.
+// address of this machine is where the options say. For a CUDA device also
+// those of AddNcclBackend.
 absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> InitProcessGroup(
     const config::LaunchEnvironment& environment,
     const ProcessGroupOptions& options = {});
 
 // A Gloo group of the `size` ranks that meet in `store`; returns when all have.
 // No other group may use the same keys (c10d::PrefixStore gives each its own).
-// The store's timeout is set to that of the options. kInvalidArgument unless
-// 0 <= rank < size; else errors as in InitProcessGroup.
+// The store's timeout is set to that of the options, whose `device` does not
+// count: AddNcclBackend() adds NCCL. kInvalidArgument unless 0 <= rank < size;
+// else errors as in InitProcessGroup.
 absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateGlooProcessGroup(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     const ProcessGroupOptions& options = {});

@@ -22,23 +22,28 @@ else
   }
 fi
 
-# config knows nothing of torch, distributed nothing of LoRA, and no library of an example or a test.
+# config knows nothing of torch, distributed nothing of LoRA, no library of an example or a test, and a build for CPU nothing
+# of CUDA. `bazel query` would fetch CUDA's libraries to answer.
+bazel cquery --noshow_progress //... >/dev/null 2>&1 || { echo "lint: bazel cquery fails" >&2; exit 1; }
 forbid() {
   local found
-  found="$(bazel query --noshow_progress "deps($1) intersect ($2)" 2>/dev/null)"
+  found="$(bazel cquery --noshow_progress "$1" 2>/dev/null)"
   if [[ -n "${found}" ]]; then
-    echo "lint: $1 must not depend on ${found//$'\n'/, }" >&2
+    echo "lint: $2: ${found//$'\n'/, }" >&2
     exit 1
   fi
 }
-bazel query --noshow_progress //... >/dev/null 2>&1 || { echo "lint: bazel query fails" >&2; exit 1; }
-forbid '//config/...' '//distributed/... + //lora/... + //third_party/... + //examples/... + //tests/...'
-forbid '//distributed/...' '//lora/... + //examples/... + //tests/...'
-forbid '//lora/...' '//examples/... + //tests/...'
+forbid_deps() { forbid "deps($1) intersect ($2)" "$1 must not depend on"; }
+forbid_libtorch() { forbid "filter('^@libtorch//:libtorch$', deps($1))" "$1 must not depend on"; }
+forbid_deps '//config/...' '//distributed/... + //lora/... + //examples/... + //tests/...'
+forbid_deps '//distributed/...' '//lora/... + //examples/... + //tests/...'
+forbid_deps '//lora/...' '//examples/... + //tests/...'
 torch_free='//distributed:gradient_bucket + //distributed:placement + //distributed/checkpoint:safetensors_file'
 torch_free+=' + //distributed/checkpoint:safetensors_checkpoint + //distributed/checkpoint:key_aliases'
 torch_free+=' + //distributed/checkpoint:state_dict_mapping + //distributed/checkpoint:key_resolver'
 torch_free+=' + //distributed/checkpoint:load_plan + //distributed:tensor_slice'
 torch_free+=' + //lora:target_matcher'
-forbid "${torch_free}" '//third_party:libtorch'
+forbid_libtorch '//config/...'
+forbid_libtorch "${torch_free}"
+forbid 'filter("^@libtorch_cuda//", deps(//...))' 'a build for CPU must not fetch'
 echo "lint: clean"

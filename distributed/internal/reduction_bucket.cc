@@ -1,17 +1,24 @@
 #include "distributed/internal/reduction_bucket.h"
 
+#include <algorithm>
 #include <functional>
+#include <limits>
 #include <utility>
+#include <vector>
 
 #include "ATen/ops/empty.h"
 #include "ATen/ops/zeros.h"
 #include "ATen/record_function.h"
 #include "absl/strings/str_cat.h"
+#include "c10/core/Event.h"
+#include "c10/core/Stream.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "config/internal/status_macros.h"
 #include "distributed/device_mesh.h"
 #include "distributed/internal/run_collective.h"
 #include "distributed/placement.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/Types.hpp"
 #include "torch/csrc/distributed/c10d/Work.hpp"
 
 namespace trainer_lora::distributed::internal {
@@ -49,6 +56,10 @@ std::string DescribeReduction(const GradientBucketKey& key) {
 }
 
 bool IsPowerOfTwo(int64_t number) { return (number & (number - 1)) == 0; }
+
+c10::Stream CurrentStream(const at::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
 
 bool IsNarrow(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf;
@@ -115,12 +126,28 @@ ReductionBucket::ReductionBucket(size_t index, GradientBucket bucket,
                             IsPowerOfTwo(reduction_.divisor)
                         ? reduction_.divisor
                         : 1;
+  if (flat_.is_cuda()) {
+    if (divisor_before_ > 1 && reduction_.groups.size() == 1 &&
+        reduction_.groups[0]->getSize() == divisor_before_ &&
+        HasNccl(*reduction_.groups[0])) {
+      is_averaged_by_nccl_ = true;
+      divisor_before_ = 1;
+      reduction_.divisor = 1;
+    }
+    host_unhealthy_ranks_ =
+        at::zeros({1}, reduced_.options().device(at::kCPU).pinned_memory(true));
+  }
 }
 
 absl::Status ReductionBucket::Start(bool healthy, bool is_divided) {
   RECORD_FUNCTION("trainer_lora::gradient_sync::start", {});
+  WaitForStreams();
   if (!is_divided && divisor_before_ > 1) flat_.div_(divisor_before_);
   if (!reduced_.is_same(flat_)) reduced_.copy_(flat_);
+  // The other ranks read the number a step late: until then they see NaN.
+  if (!healthy && flat_.is_cuda()) {
+    reduced_.fill_(std::numeric_limits<double>::quiet_NaN());
+  }
   unhealthy_ranks_.fill_(healthy ? 0 : 1);
   return reduction_.groups.empty() ? absl::OkStatus() : StartStage(0);
 }
@@ -129,7 +156,10 @@ absl::Status ReductionBucket::StartStage(size_t stage) {
   c10d::ProcessGroup& group = *reduction_.groups[stage];
   return CallCollective(what_, [&] {
     std::vector<at::Tensor> tensors = {reduced_};
-    work_ = StartCollective(group, [&] { return group.allreduce(tensors); });
+    c10d::AllreduceOptions options;
+    if (is_averaged_by_nccl_) options.reduceOp = c10d::ReduceOp::AVG;
+    work_ = StartCollective(group,
+                            [&] { return group.allreduce(tensors, options); });
   });
 }
 
@@ -139,13 +169,51 @@ absl::StatusOr<bool> ReductionBucket::Finish() {
     if (stage > 0) LORA_RETURN_IF_ERROR(StartStage(stage));
     LORA_RETURN_IF_ERROR(CallCollective(what_, [&] { work_->wait(); }));
   }
-  const bool healthy = unhealthy_ranks_.item<double>() == 0;
-  // Division and sum, not c10d's AVG: two ranks then give the bits of one that
-  // accumulated both gradients and divided.
+  bool healthy = true;
+  if (flat_.is_cuda()) {
+    host_unhealthy_ranks_.copy_(unhealthy_ranks_, /*non_blocking=*/true);
+    if (!answered_.has_value()) answered_.emplace(flat_.device().type());
+    answered_->record(CurrentStream(flat_.device()));
+  } else {
+    healthy = unhealthy_ranks_.item<double>() == 0;
+  }
+  // Division and sum, not c10d's AVG where that rounds more often: two ranks
+  // then give the bits of one that accumulated both gradients and divided.
   const int64_t divisor = reduction_.divisor / divisor_before_;
   if (divisor > 1) reduced_.div_(divisor);
   if (!reduced_.is_same(flat_)) flat_.copy_(reduced_);
   return healthy;
+}
+
+absl::StatusOr<bool> ReductionBucket::LastFinish() {
+  if (!answered_.has_value()) return true;
+  LORA_RETURN_IF_ERROR(
+      CallCollective(what_, [&] { answered_->synchronize(); }));
+  // A collective that was aborted also comes to an end.
+  for (const auto& group : reduction_.groups) {
+    LORA_RETURN_IF_ERROR(CheckCudaBackend(*group, what_));
+  }
+  return host_unhealthy_ranks_.item<double>() == 0;
+}
+
+void ReductionBucket::NoteStream() {
+  if (!flat_.is_cuda()) return;
+  const c10::Stream stream = CurrentStream(flat_.device());
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
+    streams_.push_back(stream);
+  }
+}
+
+void ReductionBucket::WaitForStreams() {
+  if (streams_.empty()) return;
+  const c10::Stream current = CurrentStream(flat_.device());
+  for (const c10::Stream& stream : streams_) {
+    if (stream == current) continue;
+    c10::Event written(flat_.device().type());
+    written.record(stream);
+    written.block(current);
+  }
+  streams_.clear();
 }
 
 }  // namespace trainer_lora::distributed::internal

@@ -5,12 +5,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "c10/core/Event.h"
+#include "c10/core/Stream.h"
 #include "c10/util/intrusive_ptr.h"
 #include "distributed/gradient_bucket.h"
 #include "distributed/parameter_layout.h"
@@ -69,7 +72,19 @@ class ReductionBucket {
 
   // Waits, goes through the other collectives and divides. Returns whether
   // every rank was healthy. Start() must have gone before.
+  //
+  // On CUDA all of this is queued, and the host waits for nothing: the answer
+  // is true, and LastFinish() has the right one. The gradients are NaN then.
   absl::StatusOr<bool> Finish();
+
+  // What the last Finish() would have returned if it had waited, errors on the
+  // device included. Waits for what it queued, so call it a step later. True if
+  // Finish() gave its answer itself, or was not called.
+  absl::StatusOr<bool> LastFinish();
+
+  // To be called where a kernel that writes one of the gradients was queued:
+  // Start() makes the current stream wait for the streams of all such calls.
+  void NoteStream();
 
   int64_t num_collectives() const {
     return static_cast<int64_t>(reduction_.groups.size());
@@ -81,6 +96,7 @@ class ReductionBucket {
 
  private:
   absl::Status StartStage(size_t stage);
+  void WaitForStreams();
 
   GradientBucket bucket_;
   Reduction reduction_;
@@ -93,6 +109,15 @@ class ReductionBucket {
   at::Tensor reduced_;
   at::Tensor unhealthy_ranks_;  // A view of reduced_.
   c10::intrusive_ptr<c10d::Work> work_;
+  // NCCL averages on the way: as exact as divisor_before_, and no pass over the
+  // buffer.
+  bool is_averaged_by_nccl_ = false;
+
+  // On CUDA alone: the streams on which gradients were written, and a copy of
+  // unhealthy_ranks_ in pinned memory, which is there after the event.
+  std::vector<c10::Stream> streams_;
+  at::Tensor host_unhealthy_ranks_;
+  std::optional<c10::Event> answered_;
 };
 
 }  // namespace trainer_lora::distributed::internal

@@ -1,6 +1,7 @@
 #include "distributed/internal/run_collective.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -14,6 +15,7 @@
 #include "c10/core/Device.h"
 #include "c10/util/Exception.h"
 #include "c10/util/intrusive_ptr.h"
+#include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Work.hpp"
 
@@ -56,12 +58,43 @@ absl::Status RunCollective(
   return CallCollective(what, [&] { StartCollective(group, start)->wait(); });
 }
 
+bool HasNccl(c10d::ProcessGroup& group) {
+  try {
+    return group.getBackend(at::kCUDA)->getBackendName() == "nccl";
+  } catch (const c10::Error&) {
+    return false;  // It has none for CUDA.
+  }
+}
+
+absl::Status CheckCudaBackend(c10d::ProcessGroup& group,
+                              const std::string& what) {
+  if (!HasNccl(group)) return absl::OkStatus();
+  switch (group.getBackend(at::kCUDA)->getError()) {
+    case c10d::ErrorType::SUCCESS:
+      return absl::OkStatus();
+    case c10d::ErrorType::TIMEOUT:
+      return absl::DeadlineExceededError(absl::StrCat(
+          what, " failed: a collective of the group timed out on the device"));
+    default:
+      return absl::UnavailableError(absl::StrCat(
+          what, " failed: a collective of the group failed on the device, ",
+          "here or on another rank; c10d's log says why"));
+  }
+}
+
 std::string ErrorMessage(const std::exception& exception) {
   const auto* error = dynamic_cast<const c10::Error*>(&exception);
   const std::string text =
       error != nullptr ? error->what_without_backtrace() : exception.what();
-  // A nested c10 error brings its own backtrace along on further lines.
-  return text.substr(0, text.find('\n'));
+  // A nested c10 error brings its own backtrace along on further lines; NCCL's
+  // account of what happened is behind a heading of c10d's among them.
+  const std::string first_line = text.substr(0, text.find('\n'));
+  const std::string heading = "\nLast error:\n";
+  const size_t found = text.find(heading);
+  if (found == std::string::npos) return first_line;
+  const std::string last_error = text.substr(found + heading.size());
+  return absl::StrCat(first_line, ": ",
+                      last_error.substr(0, last_error.find('\n')));
 }
 
 absl::Status StatusFromException(const std::exception& exception,
@@ -82,7 +115,8 @@ at::Device MetadataDevice(const c10d::ProcessGroup& group) {
   for (const at::Device& device : devices) {
     if (device.is_cpu()) return device;
   }
-  return devices.empty() ? at::Device(at::kCPU) : devices.front();
+  if (devices.empty()) return at::kCPU;
+  return group.getBoundDeviceId().value_or(devices.front());
 }
 
 }  // namespace trainer_lora::distributed::internal

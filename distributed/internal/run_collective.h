@@ -40,7 +40,18 @@ absl::Status RunCollective(
     const c10d::ProcessGroup& group, const std::string& what,
     const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
 
-// What the exception says, without a backtrace.
+// Whether CUDA tensors of `group` go through NCCL.
+bool HasNccl(c10d::ProcessGroup& group);
+
+// What became of the collectives of CUDA tensors that were queued, if they go
+// through NCCL: OK until c10d's watchdog has found one that failed
+// (kUnavailable) or outlasted the timeout (kDeadlineExceeded) and aborted the
+// group. `what` as in CallCollective.
+absl::Status CheckCudaBackend(c10d::ProcessGroup& group,
+                              const std::string& what);
+
+// What the exception says, without a backtrace; with the last error of NCCL
+// where c10d quotes it.
 std::string ErrorMessage(const std::exception& exception);
 
 // What an exception of c10d, its store or Gloo says of the peers:
@@ -49,8 +60,8 @@ std::string ErrorMessage(const std::exception& exception);
 absl::Status StatusFromException(const std::exception& exception,
                                  const std::string& context);
 
-// The kind of device on which `group` can exchange small facts: the CPU where
-// it has a backend for it.
+// The device on which `group` can exchange small facts: the CPU where it has a
+// backend for it.
 at::Device MetadataDevice(const c10d::ProcessGroup& group);
 
 }  // namespace trainer_lora::distributed::internal

@@ -14,6 +14,7 @@
 #include "config/internal/status_macros.h"
 #include "distributed/internal/gloo_group.h"
 #include "distributed/internal/run_collective.h"
+#include "distributed/nccl_process_group.h"
 #include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/PrefixStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
@@ -25,20 +26,32 @@ namespace {
 
 using Gloo = c10d::ProcessGroupGloo;
 
-// The one Gloo backend behind all devices of `group`.
-absl::StatusOr<c10::intrusive_ptr<Gloo>> GlooBackend(
-    c10d::ProcessGroup& group) {
-  c10::intrusive_ptr<Gloo> gloo;
+// What carries the collectives of a group.
+struct Backends {
+  c10::intrusive_ptr<Gloo> gloo;  // Null for a group of NCCL alone.
+  std::vector<at::Device> gloo_devices;
+  bool has_nccl = false;                  // For CUDA.
+  c10::intrusive_ptr<c10d::Backend> any;  // One of them.
+};
+
+absl::StatusOr<Backends> BackendsOf(c10d::ProcessGroup& group) {
+  Backends backends;
   try {
     for (const at::Device& device : group.getDeviceTypes()) {
       const c10::intrusive_ptr<c10d::Backend> backend =
           group.getBackend(device.type());
-      gloo = c10::dynamic_intrusive_pointer_cast<Gloo>(backend);
-      if (gloo == nullptr) {
+      backends.any = backend;
+      auto gloo = c10::dynamic_intrusive_pointer_cast<Gloo>(backend);
+      if (gloo != nullptr) {
+        backends.gloo = std::move(gloo);
+        backends.gloo_devices.push_back(device);
+      } else if (device.is_cuda() && backend->getBackendName() == "nccl") {
+        backends.has_nccl = true;
+      } else {
         return absl::UnimplementedError(absl::StrCat(
-            "a part of a process group can be made with the backend gloo ",
-            "alone, and this one uses ", backend->getBackendName(), " for ",
-            device.str()));
+            "a part of a process group can be made with the backends gloo and ",
+            "nccl alone, and this one uses ", backend->getBackendName(),
+            " for ", device.str()));
       }
     }
   } catch (const std::exception& exception) {
@@ -46,10 +59,10 @@ absl::StatusOr<c10::intrusive_ptr<Gloo>> GlooBackend(
         absl::StrCat("the process group has no backend any more: ",
                      ErrorMessage(exception)));
   }
-  if (gloo == nullptr) {
+  if (backends.any == nullptr) {
     return absl::FailedPreconditionError("the process group has no backend");
   }
-  return gloo;
+  return backends;
 }
 
 // Where the ranks of a new group meet: in a part of the parent's store that is
@@ -72,30 +85,47 @@ absl::StatusOr<c10::intrusive_ptr<c10d::Store>> NewMeetingPlace(
   }
 }
 
+// The ranks of the job that the `ranks` of `parent` are. A parent without such
+// a list, or with that of a group which was split from it, counts as the job.
+std::vector<uint64_t> GlobalRanks(const std::vector<uint64_t>& of_parent,
+                                  int64_t parent_size,
+                                  const std::vector<int64_t>& ranks) {
+  std::vector<uint64_t> global_ranks;
+  for (const int64_t rank : ranks) {
+    global_ranks.push_back(of_parent.size() == parent_size ? of_parent[rank]
+                                                           : rank);
+  }
+  return global_ranks;
+}
+
 }  // namespace
 
 absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateSubgroup(
     c10d::ProcessGroup& parent, const std::vector<int64_t>& ranks) {
   LORA_ASSIGN_OR_RETURN(const c10::intrusive_ptr<c10d::Store> store,
                         NewMeetingPlace(parent, ranks.front()));
-  LORA_ASSIGN_OR_RETURN(const c10::intrusive_ptr<Gloo> gloo,
-                        GlooBackend(parent));
-  auto options = c10::make_intrusive<Gloo::Options>(*gloo->getOptions());
-  // c10d names the ranks of the job in its logs. A parent without such a list,
-  // or with that of a group which was split from it, counts as the job.
-  const std::vector<uint64_t> of_parent =
-      std::move(options->global_ranks_in_group);
-  options->global_ranks_in_group.clear();
-  for (const int64_t rank : ranks) {
-    options->global_ranks_in_group.push_back(
-        of_parent.size() == parent.getSize() ? of_parent[rank] : rank);
-  }
+  LORA_ASSIGN_OR_RETURN(const Backends backends, BackendsOf(parent));
+  const int rank = static_cast<int>(
+      std::find(ranks.begin(), ranks.end(), parent.getRank()) - ranks.begin());
+  const int size = static_cast<int>(ranks.size());
+  // c10d names the ranks of the job in its logs.
+  const std::vector<uint64_t> global_ranks =
+      GlobalRanks(backends.any->getBackendOptions()->global_ranks_in_group,
+                  parent.getSize(), ranks);
 
-  const int64_t rank =
-      std::find(ranks.begin(), ranks.end(), parent.getRank()) - ranks.begin();
-  return ConnectGlooGroup(store, static_cast<int>(rank),
-                          static_cast<int>(ranks.size()), std::move(options),
-                          parent.getDeviceTypes());
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
+  if (backends.gloo != nullptr) {
+    auto options =
+        c10::make_intrusive<Gloo::Options>(*backends.gloo->getOptions());
+    options->global_ranks_in_group = global_ranks;
+    LORA_ASSIGN_OR_RETURN(
+        group, ConnectGlooGroup(store, rank, size, std::move(options),
+                                backends.gloo_devices));
+  }
+  if (backends.has_nccl) {
+    LORA_RETURN_IF_ERROR(AddNcclBackendOf(parent, global_ranks, *group));
+  }
+  return group;
 }
 
 }  // namespace trainer_lora::distributed::internal

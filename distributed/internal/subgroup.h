@@ -23,9 +23,9 @@ namespace trainer_lora::distributed::internal {
 // them, on the same devices and with copies of its options. Every rank of the
 // parent calls it equally often, each for its own part of one partition of the
 // ranks: the parts meet in the parent's store, under the number of the call.
-// Returns when all of `ranks` have called. kUnimplemented for a parent that is
-// not of Gloo alone; kFailedPrecondition for one without a store or backend;
-// else errors of StatusFromException.
+// Returns when all of `ranks` have called. kUnimplemented for a parent with
+// another backend than Gloo and, for CUDA, NCCL; kFailedPrecondition for one
+// without a store or backend; else errors of StatusFromException.
 absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateSubgroup(
     c10d::ProcessGroup& parent, const std::vector<int64_t>& ranks);
 

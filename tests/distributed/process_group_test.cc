@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "ATen/ATen.h"
+#include "ATen/detail/CUDAHooksInterface.h"
 #include "absl/status/status.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/launch_environment.h"
@@ -153,6 +154,25 @@ TEST_F(InitProcessGroupTest, APeerThatNeverComes) {
           absl::StatusCode::kDeadlineExceeded,
           AllOf(HasSubstr("rank 0 of 2"),
                 HasSubstr("127.0.0.1:" + std::to_string(store->getPort())))));
+}
+
+TEST_F(InitProcessGroupTest, ACudaDeviceNeedsABuildForCudaAndAGpu) {
+  if (at::detail::getCUDAHooks().deviceCount() > 0) {
+    GTEST_SKIP() << "this machine has a GPU";
+  }
+  ProcessGroupOptions options;
+  options.device = at::Device(at::kCUDA, 0);
+#ifdef USE_C10D_NCCL
+  EXPECT_THAT(
+      InitProcessGroup(config::LaunchEnvironment(), options),
+      StatusIs(absl::StatusCode::kFailedPrecondition,
+               AllOf(HasSubstr("rank 0 of 1: connecting NCCL on cuda:0"),
+                     HasSubstr("no GPUs found"))));
+#else
+  EXPECT_THAT(
+      InitProcessGroup(config::LaunchEnvironment(), options),
+      StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("--config=cuda")));
+#endif
 }
 
 TEST(CreateGlooProcessGroupTest, RefusesARankOutsideTheGroup) {

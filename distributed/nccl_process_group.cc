@@ -1,0 +1,105 @@
+#include "distributed/nccl_process_group.h"
+
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "c10/core/Device.h"
+#include "c10/util/intrusive_ptr.h"
+#include "distributed/internal/run_collective.h"
+#include "torch/csrc/distributed/c10d/PrefixStore.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+#include "torch/csrc/distributed/c10d/Store.hpp"
+
+namespace trainer_lora::distributed {
+namespace {
+
+using Nccl = c10d::ProcessGroupNCCL;
+
+class NcclBackend final : public Nccl {
+ public:
+  NcclBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+              c10::intrusive_ptr<Options> options, bool end_process_on_error)
+      : Nccl(std::move(store), rank, size, std::move(options)),
+        end_process_on_error_(end_process_on_error) {
+    // The watchdog thread reads this after a collective was queued.
+    if (!end_process_on_error &&
+        std::getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING") == nullptr) {
+      asyncErrorHandling_ = c10d::CleanUpOnly;
+    }
+  }
+
+  // As the base class, which also warns: it takes this for the end of a Python
+  // program that forgot to destroy the group.
+  ~NcclBackend() override {
+    if (!terminateProcessGroup_.load()) abort();
+  }
+
+  bool end_process_on_error() const { return end_process_on_error_; }
+
+ private:
+  bool end_process_on_error_;
+};
+
+absl::Status Connect(c10d::ProcessGroup& group,
+                     const std::optional<at::Device>& device,
+                     const c10::intrusive_ptr<Nccl::Options>& options,
+                     bool end_process_on_error) {
+  // Else an eager connection is made in the background, and fails there.
+  options->config.blocking = 1;
+  return internal::CallCollective(
+      absl::StrCat("rank ", group.getRank(), " of ", group.getSize(),
+                   ": connecting NCCL",
+                   device.has_value() ? " on " + device->str() : ""),
+      [&] {
+        const auto backend = c10::make_intrusive<NcclBackend>(
+            c10::make_intrusive<c10d::PrefixStore>("trainer_lora/nccl",
+                                                   group.getStore()),
+            group.getRank(), group.getSize(), options, end_process_on_error);
+        constexpr auto kNccl = c10d::ProcessGroup::BackendType::NCCL;
+        // The group passes it on to the backend.
+        group.setBoundDeviceId(device);
+        group.setDefaultBackend(kNccl);
+        group.setBackend(at::kCUDA, kNccl,
+                         c10::intrusive_ptr<c10d::Backend>(backend));
+        if (device.has_value()) backend->eagerConnectSingleDevice(*device);
+      });
+}
+
+}  // namespace
+
+absl::Status AddNcclBackend(c10d::ProcessGroup& group, at::Device device,
+                            std::chrono::milliseconds timeout,
+                            const NcclOptions& options) {
+  if (!device.is_cuda() || !device.has_index()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "NCCL needs a CUDA device with an index, such as cuda:0, got ",
+        device.str()));
+  }
+  const auto nccl_options = Nccl::Options::create(options.high_priority_stream);
+  nccl_options->timeout = timeout;
+  return Connect(group, device, nccl_options, options.end_process_on_error);
+}
+
+absl::Status AddNcclBackendOf(c10d::ProcessGroup& parent,
+                              const std::vector<uint64_t>& global_ranks,
+                              c10d::ProcessGroup& group) {
+  const auto backend =
+      c10::dynamic_intrusive_pointer_cast<Nccl>(parent.getBackend(at::kCUDA));
+  const auto* ours = dynamic_cast<const NcclBackend*>(backend.get());
+  const auto options =
+      c10::make_intrusive<Nccl::Options>(*backend->getOptions());
+  options->split_from = nullptr;
+  options->global_ranks_in_group = global_ranks;
+  return Connect(group, backend->getBoundDeviceId(), options,
+                 ours == nullptr || ours->end_process_on_error());
+}
+
+}  // namespace trainer_lora::distributed
