@@ -6,11 +6,10 @@
 // Both take turns; the reported time is the mean of the factored turns, with
 // the norms of the frozen weight known, as in training.
 //
-//   ratio             the dense median time over the factored: more is better
-//   ratio_first       the same where the norms of the weight are computed too
-//   peak_ratio        the dense peak of memory over the factored
-//   peak_bytes        the factored peak, above what was allocated before
-#include <chrono>
+//   vs_dense         the factored median time over the dense: less is better
+//   vs_dense_first   the same where the norms of the weight are computed too
+//   vs_dense_memory  the factored peak of memory over the dense
+//   peak_bytes       the factored peak, above what was allocated before
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -21,7 +20,8 @@
 #include "benchmark/benchmark.h"
 #include "c10/core/GradMode.h"
 #include "lora/dora.h"
-#include "tests/testutil/median.h"
+#include "tests/testutil/benchmark_device.h"
+#include "tests/testutil/take_turns.h"
 #include "tests/testutil/tensor_memory.h"
 
 namespace trainer_lora::lora {
@@ -51,16 +51,8 @@ at::Tensor FactoredFirst(const Case& test) {
   return DoraSquaredNorms(test.weight, test.a, test.b, kScale);
 }
 
-using testutil::Median;
+using testutil::SecondsOnDevice;
 using Function = at::Tensor (*)(const Case& test);
-
-double Time(Function function, const Case& test) {
-  const auto begin = std::chrono::steady_clock::now();
-  const at::Tensor norms = function(test);
-  benchmark::DoNotOptimize(norms.const_data_ptr());
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
-      .count();
-}
 
 double Peak(Function function, const Case& test) {
   const testutil::TensorMemory memory;
@@ -72,22 +64,25 @@ void BM_DoraSquaredNorms(benchmark::State& state, at::ScalarType dtype) {
   const c10::NoGradGuard no_grad;
   const int64_t width = state.range(0);
   const int64_t rank = state.range(1);
-  Case test{at::randn({width, width}).to(dtype),
-            at::randn({rank, width}).to(dtype),
-            at::randn({width, rank}).to(dtype),
+  const at::TensorOptions options =
+      at::TensorOptions(testutil::BenchmarkDevice());
+  Case test{at::randn({width, width}, options).to(dtype),
+            at::randn({rank, width}, options).to(dtype),
+            at::randn({width, rank}, options).to(dtype),
             {}};
   test.squared = SquaredRowNorms(test.weight);
-  std::vector<double> own, first, dense;
-  for (auto _ : state) {
-    own.push_back(Time(Factored, test));
-    first.push_back(Time(FactoredFirst, test));
-    dense.push_back(Time(Dense, test));
-    state.SetIterationTime(own.back());
-  }
-  state.counters["ratio"] = Median(dense) / Median(own);
-  state.counters["ratio_first"] = Median(dense) / Median(first);
-  state.counters["peak_bytes"] = Peak(Factored, test);
-  state.counters["peak_ratio"] = Peak(Dense, test) / Peak(Factored, test);
+  const auto time = [&](Function function) {
+    return [&test, function] {
+      return SecondsOnDevice([&] { return function(test); });
+    };
+  };
+  const auto [own, first, dense] = testutil::TakeTurns(
+      state, time(Factored), time(FactoredFirst), time(Dense));
+  const double peak = Peak(Factored, test);
+  state.counters["vs_dense"] = own / dense;
+  state.counters["vs_dense_first"] = first / dense;
+  state.counters["vs_dense_memory"] = peak / Peak(Dense, test);
+  state.counters["peak_bytes"] = peak;
 }
 
 void RegisterAll() {

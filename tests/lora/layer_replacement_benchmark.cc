@@ -1,21 +1,36 @@
-// How long it takes to put adapters into a diffusion transformer on the meta
-// device: 18 modules a block, of which 8 are targets. tests/parity/injection.py
-// does the same with PEFT.
+// Putting adapters into a diffusion transformer, 18 modules a block, of which 8
+// are targets:
 //
-// vs_walk: the time over that of one libtorch walk of the same model,
-// named_modules(), measured in the same run.
-#include <chrono>
+//   bazel run -c opt //tests/lora:layer_replacement_benchmark
+//
+// BM_EnableLoraTraining does it on the meta device, on the host alone, as
+// tests/parity/injection_speed.py does with PEFT; BM_EnableOnDevice on a model
+// in the memory of a device, where adapters get their initial values at once.
+// The model is made anew for each turn, untimed.
+//
+//   vs_walk      the median time over that of one libtorch walk of the same
+//                model, named_modules(), which takes turns with it
+//   vs_uniform   that over the time of at::uniform_ and at::zeros for as many
+//                parameters on the device
+//
+// Less is better.
 #include <cstdint>
 #include <memory>
 #include <string>
 
+#include "ATen/core/Tensor.h"
+#include "ATen/ops/empty.h"
+#include "ATen/ops/zeros.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "benchmark/benchmark.h"
 #include "config/logging.h"
 #include "config/lora_config.h"
 #include "distributed/meta_device.h"
 #include "lora/layer_replacement.h"
 #include "lora/linear.h"
+#include "tests/testutil/benchmark_device.h"
+#include "tests/testutil/take_turns.h"
 #include "torch/nn/module.h"
 #include "torch/nn/modules/activation.h"
 #include "torch/nn/modules/container/modulelist.h"
@@ -25,7 +40,14 @@
 namespace trainer_lora::lora {
 namespace {
 
+using testutil::BenchmarkDevice;
+using testutil::SecondsOnDevice;
+using testutil::SecondsOnHost;
+using testutil::TakeTurns;
+
 constexpr int64_t kWidth = 1536;
+constexpr int64_t kLoraRank = 16;
+constexpr int64_t kTargetsOfBlock = 8;
 
 struct AttentionImpl : torch::nn::Module {
   AttentionImpl() {
@@ -62,51 +84,55 @@ struct TransformerImpl : torch::nn::Module {
 config::LoraConfig Config() {
   config::LoraConfig config;
   config.enable = true;
-  config.rank = 16;
+  config.rank = kLoraRank;
   config.target_modules = {"to_q", "to_k", "to_v", "to_out"};
   return config;
 }
 
-template <typename Function>
-double SecondsOf(const Function& function) {
-  const auto begin = std::chrono::steady_clock::now();
-  function();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
-      .count();
+std::shared_ptr<TransformerImpl> MetaModel(int64_t blocks) {
+  const distributed::MetaDeviceGuard meta_device;
+  return std::make_shared<TransformerImpl>(blocks);
+}
+
+// Its memory is not written to.
+absl::StatusOr<std::shared_ptr<TransformerImpl>> ModelOnDevice(int64_t blocks) {
+  std::shared_ptr<TransformerImpl> model = MetaModel(blocks);
+  for (const at::Tensor& parameter : model->parameters()) {
+    const absl::Status status = distributed::MaterializeInPlace(
+        parameter, at::empty(parameter.sizes(), BenchmarkDevice()));
+    if (!status.ok()) return status;
+  }
+  return model;
+}
+
+void Skip(benchmark::State& state, const absl::Status& status) {
+  state.SkipWithError(status.ToString().c_str());
 }
 
 void BM_EnableLoraTraining(benchmark::State& state) {
-  const config::LogSink previous =
-      config::SetLogSink([](const config::LogRecord&) {});
   LoraTrainingOptions options;
   options.prepare_for_fsdp = true;
-  double enable_seconds = 0;
-  double walk_seconds = 0;
   size_t modules = 0;
-  for (auto _ : state) {
-    std::shared_ptr<TransformerImpl> model;
-    {
-      const distributed::MetaDeviceGuard meta_device;
-      model = std::make_shared<TransformerImpl>(state.range(0));
-    }
-    walk_seconds += SecondsOf([&] {
-      benchmark::DoNotOptimize(modules = model->named_modules().size());
-    });
-    absl::Status status;
-    const double seconds = SecondsOf([&] {
-      status = EnableLoraTraining(*model, Config(), options).status();
-    });
-    if (!status.ok()) {
-      state.SkipWithError(std::string(status.message()).c_str());
-      break;
-    }
-    enable_seconds += seconds;
-    state.SetIterationTime(seconds);
-  }
+  const auto [enable, walk] = TakeTurns(
+      state,
+      [&] {
+        const auto model = MetaModel(state.range(0));
+        absl::Status status;
+        const double seconds = SecondsOnHost([&] {
+          status = EnableLoraTraining(*model, Config(), options).status();
+        });
+        if (!status.ok()) Skip(state, status);
+        return seconds;
+      },
+      [&] {
+        const auto model = MetaModel(state.range(0));
+        return SecondsOnHost([&] {
+          benchmark::DoNotOptimize(modules = model->named_modules().size());
+        });
+      });
   state.counters["modules"] = static_cast<double>(modules);
-  state.counters["vs_walk"] = enable_seconds / walk_seconds;
+  state.counters["vs_walk"] = enable / walk;
   state.SetComplexityN(state.range(0));
-  config::SetLogSink(previous);
 }
 BENCHMARK(BM_EnableLoraTraining)
     ->ArgName("blocks")
@@ -116,6 +142,41 @@ BENCHMARK(BM_EnableLoraTraining)
     ->UseManualTime()
     ->Unit(benchmark::kMillisecond)
     ->Complexity(benchmark::oN);
+
+void BM_EnableOnDevice(benchmark::State& state) {
+  const auto [enable, uniform] = TakeTurns(
+      state,
+      [&] {
+        const auto model = ModelOnDevice(state.range(0));
+        if (!model.ok()) {
+          Skip(state, model.status());
+          return 0.0;
+        }
+        absl::Status status;
+        const double seconds = SecondsOnDevice(
+            [&] { status = EnableLoraTraining(**model, Config()).status(); });
+        if (!status.ok()) Skip(state, status);
+        return seconds;
+      },
+      [&] {
+        return SecondsOnDevice([&] {
+          for (int64_t i = 0; i < kTargetsOfBlock * state.range(0); ++i) {
+            at::empty({kLoraRank, kWidth}, BenchmarkDevice()).uniform_(-1, 1);
+            at::zeros({kWidth, kLoraRank}, BenchmarkDevice());
+          }
+        });
+      });
+  state.counters["vs_uniform"] = enable / uniform;
+}
+BENCHMARK(BM_EnableOnDevice)
+    ->ArgName("blocks")
+    ->Arg(30)
+    ->UseManualTime()
+    ->Unit(benchmark::kMillisecond);
+
+// Each turn logs what it adapted.
+const config::LogSink kNoLog =
+    config::SetLogSink([](const config::LogRecord&) {});
 
 }  // namespace
 }  // namespace trainer_lora::lora

@@ -16,6 +16,9 @@
 //   this_overlap   the same backward pass with GradientSync's overlap_backward,
 //                  and Sync()
 //
+// With --device=cuda the ranks are one and, where the machine has more, as many
+// as it has GPUs, one each.
+//
 // The contenders of a case take turns, once a round, so that the noise of the
 // machine hits all alike; all times are medians of rank 0's. Gradients are
 // written anew before each turn, untimed. Every number comes from one
@@ -24,10 +27,9 @@
 //
 // The ratios are of medians of the same run. Less is better:
 //   vs_flat  time / flat
+//   vs_loop  time / loop
 //   vs_ddp   time / ddp, for this_overlap; for those without a backward pass
 //            time / (ddp - backward), which is what DDP's reduction adds
-// More is better:
-//   vs_loop  loop / time
 // In vs_flat and vs_loop, the time of what has a backward pass is without the
 // median of `backward`.
 //
@@ -35,7 +37,6 @@
 // collectives are those of one round. With more ranks than cores the times say
 // little, as the ranks wait for each other's turn.
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
@@ -43,7 +44,6 @@
 #include <iterator>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -52,20 +52,25 @@
 
 #include "ATen/ATen.h"
 #include "ATen/Parallel.h"
+#include "ATen/detail/CUDAHooksInterface.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "benchmark/benchmark.h"
+#include "c10/core/Device.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/internal/status_macros.h"
 #include "distributed/collectives.h"
 #include "distributed/device_mesh.h"
 #include "distributed/gradient_sync.h"
 #include "distributed/parameter_layout.h"
+#include "tests/testutil/benchmark_device.h"
 #include "tests/testutil/benchmark_flags.h"
 #include "tests/testutil/follower_processes.h"
+#include "tests/testutil/median.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/reducer.hpp"
 
@@ -96,7 +101,8 @@ constexpr Case kSmokeCase = {16, 64};
 struct Workload {
   std::shared_ptr<const DeviceMesh> mesh;
   Case size;
-  // One for all contenders, as none writes to its parameters.
+  // One for all contenders, as none writes to its parameters. On the rank's
+  // device.
   at::Tensor values;
 
   // Every contender has handles of its own: hooks and gradients belong to them.
@@ -162,7 +168,7 @@ std::vector<DistributedParameter> Distribute(
 // A loss that uses one parameter after the other, as a model's layers do; the
 // gradient of each is `gradient`.
 at::Tensor MakeLoss(const std::vector<at::Tensor>& parameters, float gradient) {
-  at::Tensor loss = at::zeros({});
+  at::Tensor loss = at::zeros({}, parameters[0].device());
   for (const at::Tensor& parameter : parameters) loss = loss + parameter.sum();
   return loss * gradient;
 }
@@ -419,11 +425,7 @@ struct Measurement {
   int64_t copies = 0;
   int64_t collectives = 0;
 
-  double median() const {
-    std::vector<double> sorted = seconds;
-    std::sort(sorted.begin(), sorted.end());
-    return (sorted[sorted.size() / 2] + sorted[(sorted.size() - 1) / 2]) / 2;
-  }
+  double median() const { return testutil::Median(seconds); }
 };
 
 // By contender.
@@ -445,13 +447,13 @@ absl::Status CheckAverages(const Contender& contender,
 
 absl::Status Turn(Contender& contender, const Workload& workload,
                   Measurement& measurement) {
+  const at::Device device = workload.values.device();
   contender.Prepare();
+  testutil::Synchronize(device);  // No rank waits for another's preparation.
   LORA_RETURN_IF_ERROR(distributed::Barrier(*workload.mesh));
-  const auto begin = std::chrono::steady_clock::now();
+  testutil::DeviceTimer timer(device);
   LORA_RETURN_IF_ERROR(contender.Run());
-  const std::chrono::duration<double> time =
-      std::chrono::steady_clock::now() - begin;
-  measurement.seconds.push_back(time.count());
+  measurement.seconds.push_back(timer.Stop());
   if (const GradientSyncStatistics* statistics = contender.statistics()) {
     measurement.copies += statistics->copied_gradients;
     measurement.collectives = statistics->collectives;
@@ -467,12 +469,19 @@ absl::Status AddContext(const absl::Status& status, const char* contender) {
                                          std::string(status.message())));
 }
 
+// That of this rank.
+at::Device DeviceOf(const DeviceMesh& mesh) {
+  return mesh.group()->getBoundDeviceId().value_or(at::kCPU);
+}
+
 // Collective.
 absl::StatusOr<Measurements> Measure(
     const std::shared_ptr<const DeviceMesh>& mesh, const Case& size,
     int64_t rounds) {
+  const at::Device device = DeviceOf(*mesh);
+  c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
   const Workload workload = {mesh, size,
-                             at::zeros({size.tensors, size.floats})};
+                             at::zeros({size.tensors, size.floats}, device)};
   std::vector<std::unique_ptr<Contender>> contenders;
   for (const ContenderType& type : kContenders) {
     absl::StatusOr<std::unique_ptr<Contender>> contender = type.make(workload);
@@ -577,8 +586,9 @@ class Leader {
   absl::StatusOr<Measurements> TryMeasureIn(int world_size, const Case& size) {
     if (mesh_ == nullptr || mesh_->size() != world_size) {
       EndWorld();
-      LORA_ASSIGN_OR_RETURN(world_,
-                            testutil::FollowerProcesses::Start(world_size));
+      LORA_ASSIGN_OR_RETURN(
+          world_, testutil::FollowerProcesses::Start(
+                      world_size, testutil::BenchmarkDevice().type()));
       LORA_ASSIGN_OR_RETURN(mesh_, DeviceMesh::Create(world_->group()));
     }
     LORA_RETURN_IF_ERROR(ShareOrder(*mesh_, {size, rounds_}).status());
@@ -632,7 +642,7 @@ void Report(benchmark::State& state, Leader& leader, int world_size,
   const bool has_backward = kContenders[contender].has_backward;
   const double reduction = has_backward ? time - backward : time;
   state.counters["vs_flat"] = reduction / Named(*measurements, "flat").median();
-  state.counters["vs_loop"] = Named(*measurements, "loop").median() / reduction;
+  state.counters["vs_loop"] = reduction / Named(*measurements, "loop").median();
   state.counters["vs_ddp"] =
       has_backward ? time / ddp : time / (ddp - backward);
   if (name == "this" || name == "this_overlap") {
@@ -658,6 +668,12 @@ void Register(Leader& leader, int world_size, const Case& size) {
   }
 }
 
+std::vector<int> WorldSizes() {
+  if (testutil::BenchmarkDevice().is_cpu()) return {2, 4};
+  const int gpus = at::detail::getCUDAHooks().deviceCount();
+  return gpus > 1 ? std::vector<int>{1, gpus} : std::vector<int>{1};
+}
+
 int Main(int argc, char** argv) {
   at::set_num_threads(1);
   if (testutil::IsFollower(argc, argv)) {
@@ -666,23 +682,19 @@ int Main(int argc, char** argv) {
     return status.ok() ? 0 : 1;
   }
 
-  if (const std::optional<int> status = testutil::TakeDeviceFlag(argc, argv)) {
-    return *status;
-  }
   const bool smoke = testutil::TakeFlag(argc, argv, "smoke") == "true";
-  int64_t rounds = 11;
   const std::string rounds_flag =
       testutil::TakeFlag(argc, argv, "rounds").value_or(smoke ? "1" : "11");
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  int64_t rounds = 0;
   if (!absl::SimpleAtoi(rounds_flag, &rounds) || rounds < 1) {
     std::cerr << "--rounds=" << rounds_flag << ": give a number from 1"
               << std::endl;
     return 1;
   }
+  testutil::InitializeBenchmark(argc, argv);
 
   Leader leader(rounds);
-  for (const int world_size : {2, 4}) {
+  for (const int world_size : WorldSizes()) {
     if (smoke) {
       Register(leader, world_size, kSmokeCase);
     } else {

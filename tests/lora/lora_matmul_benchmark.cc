@@ -6,20 +6,20 @@
 // and a part of the table with --benchmark_filter=/1536/1024/16/Float: without
 // AVX-512, bfloat16 takes hours on a CPU.
 //
-// The three take turns, as the machine's speed drifts; each counts with its
-// median. The input requires grad, weight and bias are frozen. A name is
-// width (in and out features)/tokens/LoRA rank/dtype.
+// The three take turns; each counts with its median. The input requires grad,
+// weight and bias are frozen. A name is width (in and out features)/tokens/LoRA
+// rank/dtype.
 //
-//   overhead         of LoraMatmul() over the layer without an adapter: 0.1 is
-//                    a tenth more time
-//   plain_overhead   of the plain composition
-//   flop_overhead    what the adapter's FLOPs would cost at the layer's rate:
-//                    6 N r (in + out) over 4 N in out
+//   vs_base          the time of LoraMatmul() over that of the layer without an
+//                    adapter: 1.1 is a tenth more
+//   vs_plain         over that of the plain composition
+//   plain_vs_base    the plain composition over the layer without an adapter
+//   flops_vs_base    what the adapter's FLOPs alone would make of vs_base:
+//                    1 + 6 N r (in + out) / (4 N in out)
 //   saved_bytes      alive between forward and backward beside the input, the
 //                    output and the parameters
 //   peak_bytes       the peak of what forward and backward allocate
 //   plain_saved_bytes, plain_peak_bytes    of the plain composition
-#include <chrono>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -30,7 +30,8 @@
 #include "absl/strings/str_cat.h"
 #include "benchmark/benchmark.h"
 #include "lora/lora_matmul.h"
-#include "tests/testutil/median.h"
+#include "tests/testutil/benchmark_device.h"
+#include "tests/testutil/take_turns.h"
 #include "tests/testutil/tensor_memory.h"
 
 namespace trainer_lora::lora {
@@ -47,7 +48,7 @@ class Layer {
  public:
   explicit Layer(const Case& test)
       : input_(Random({test.tokens, test.width}, test.dtype).requires_grad_()),
-        grad_(at::ones({test.tokens, test.width}, test.dtype)),
+        grad_(at::ones_like(input_)),
         term_{Random({test.width, test.width}, test.dtype),
               Random({test.width}, test.dtype),
               Random({test.lora_rank, test.width}, test.dtype).requires_grad_(),
@@ -74,22 +75,14 @@ class Layer {
 
  private:
   static at::Tensor Random(at::IntArrayRef shape, at::ScalarType dtype) {
-    return at::randn(shape).mul_(0.02).to(dtype);
+    return at::randn(shape, testutil::BenchmarkDevice()).mul_(0.02).to(dtype);
   }
 
   at::Tensor input_, grad_;
   LoraMatmulTerm term_;
 };
 
-using testutil::Median;
 using Forward = at::Tensor (Layer::*)() const;
-
-double Time(Layer& layer, Forward forward) {
-  const auto begin = std::chrono::steady_clock::now();
-  layer.Backward((layer.*forward)());
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
-      .count();
-}
 
 struct Memory {
   double saved_bytes;
@@ -108,19 +101,20 @@ void BM_LoraMatmul(benchmark::State& state, const Case& test) {
   Layer layer(test);
   const Memory fused_memory = MemoryOf(layer, &Layer::Fused);
   const Memory plain_memory = MemoryOf(layer, &Layer::Plain);
-  // Of each turn over the base layer of the same turn.
-  std::vector<double> fused, plain;
-  for (auto _ : state) {
-    const double base = Time(layer, &Layer::Base);
-    const double fused_time = Time(layer, &Layer::Fused);
-    plain.push_back(Time(layer, &Layer::Plain) / base - 1);
-    fused.push_back(fused_time / base - 1);
-    state.SetIterationTime(fused_time);
-  }
-  state.counters["overhead"] = Median(fused);
-  state.counters["plain_overhead"] = Median(plain);
-  state.counters["flop_overhead"] =
-      6.0 * test.lora_rank * (2 * test.width) / (4.0 * test.width * test.width);
+  const auto time = [&](Forward forward) {
+    return [&layer, forward] {
+      return testutil::SecondsOnDevice(
+          [&] { layer.Backward((layer.*forward)()); });
+    };
+  };
+  const auto [fused, base, plain] = testutil::TakeTurns(
+      state, time(&Layer::Fused), time(&Layer::Base), time(&Layer::Plain));
+  state.counters["vs_base"] = fused / base;
+  state.counters["vs_plain"] = fused / plain;
+  state.counters["plain_vs_base"] = plain / base;
+  state.counters["flops_vs_base"] = 1 + 6.0 * test.lora_rank *
+                                            (2 * test.width) /
+                                            (4.0 * test.width * test.width);
   state.counters["saved_bytes"] = fused_memory.saved_bytes;
   state.counters["plain_saved_bytes"] = plain_memory.saved_bytes;
   state.counters["peak_bytes"] = fused_memory.peak_bytes;

@@ -1,14 +1,15 @@
-// Making the initial value of a lora_A, against at::empty with at::uniform_ (by
-// default) or at::normal_ (gaussian) for as many elements of the same type:
+// Making the initial value of a lora_A on a device, against at::empty with
+// at::uniform_ (by default) or at::normal_ (gaussian) for as many elements of
+// the same type there:
 //
 //   bazel run -c opt //tests/lora:parameter_initializer_benchmark
 //
-// Both take turns; the reported time is the mean of the initializer's turns.
+// Both take turns; the reported time is the mean of the initializer's turns,
+// with the copy to the device if that is not the CPU.
 //
-//   ratio             the baseline's median time over the initializer's: more
-//                     is better
-//   bytes_per_second  of the slice that is made
-#include <chrono>
+//   vs_uniform, vs_normal  the initializer's median time over the baseline's:
+//                          less is better
+//   bytes_per_second       of the slice that is made
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -20,14 +21,15 @@
 #include "benchmark/benchmark.h"
 #include "config/lora_config.h"
 #include "lora/parameter_initializer.h"
-#include "tests/testutil/median.h"
+#include "tests/testutil/benchmark_device.h"
+#include "tests/testutil/take_turns.h"
 
 namespace trainer_lora::lora {
 namespace {
 
 using config::AdapterInitialization;
 using distributed::TensorSlice;
-using testutil::Median;
+using testutil::BenchmarkDevice;
 
 struct Case {
   std::string name;
@@ -40,11 +42,13 @@ struct Case {
 at::Tensor Draw(const Case& test) {
   const LoraInitialization initialization{/*seed=*/42, /*scope=*/"", test.kind};
   return InitialLoraValue(initialization, "to_q.lora_A", test.shape, test.dtype,
-                          test.slice);
+                          test.slice)
+      .to(BenchmarkDevice());
 }
 
 at::Tensor DrawBaseline(const Case& test) {
-  at::Tensor value = at::empty(test.slice.sizes, test.dtype);
+  at::Tensor value = at::empty(test.slice.sizes,
+                               at::dtype(test.dtype).device(BenchmarkDevice()));
   if (test.kind == AdapterInitialization::kGaussian) {
     return value.normal_(0, 1 / static_cast<double>(test.shape[0]));
   }
@@ -52,24 +56,15 @@ at::Tensor DrawBaseline(const Case& test) {
   return value.uniform_(-bound, bound);
 }
 
-using DrawFunction = at::Tensor (*)(const Case& test);
-
-double Time(DrawFunction draw, const Case& test) {
-  const auto begin = std::chrono::steady_clock::now();
-  const at::Tensor value = draw(test);
-  benchmark::DoNotOptimize(value.data_ptr());
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
-      .count();
-}
-
 void BM_InitialLoraValue(benchmark::State& state, const Case& test) {
-  std::vector<double> own, baseline;
-  for (auto _ : state) {
-    own.push_back(Time(Draw, test));
-    baseline.push_back(Time(DrawBaseline, test));
-    state.SetIterationTime(own.back());
-  }
-  state.counters["ratio"] = Median(baseline) / Median(own);
+  const auto [own, baseline] = testutil::TakeTurns(
+      state,
+      [&] { return testutil::SecondsOnDevice([&] { return Draw(test); }); },
+      [&] {
+        return testutil::SecondsOnDevice([&] { return DrawBaseline(test); });
+      });
+  const bool gaussian = test.kind == AdapterInitialization::kGaussian;
+  state.counters[gaussian ? "vs_normal" : "vs_uniform"] = own / baseline;
   int64_t bytes = at::elementSize(test.dtype);
   for (const int64_t size : test.slice.sizes) bytes *= size;
   state.SetBytesProcessed(state.iterations() * bytes);

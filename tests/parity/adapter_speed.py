@@ -47,7 +47,7 @@ def main() -> None:
         results = json.load(file)["benchmarks"]
     for lora_rank in (8, 16, 64, 128):
         ours = next(
-            result["overhead"]
+            result["vs_base"] - 1
             for result in results
             if result["name"].startswith(f"LoraMatmul/{WIDTH}/{TOKENS}/{lora_rank}/Float/")
             and result.get("aggregate_name") == "median"

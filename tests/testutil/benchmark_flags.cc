@@ -26,16 +26,21 @@ std::optional<std::string> TakeFlag(int& argc, char** argv,
   return std::nullopt;
 }
 
-std::optional<int> TakeDeviceFlag(int& argc, char** argv) {
+std::string TakeDeviceFlag(int& argc, char** argv) {
   const std::string device = TakeFlag(argc, argv, "device").value_or("cpu");
-  if (device == "cpu") return std::nullopt;
-  if (device == "cuda") {
-    std::cout << "--device=cuda: nothing is measured, as this build has no CUDA"
-              << std::endl;
-    return EXIT_SUCCESS;
+  if (device != "cpu" && device != "cuda") {
+    std::cerr << "--device=" << device << ": give cpu or cuda" << std::endl;
+    std::exit(EXIT_FAILURE);
   }
-  std::cerr << "--device=" << device << ": give cpu or cuda" << std::endl;
-  return EXIT_FAILURE;
+  return device;
+}
+
+std::string CompilerVersion() {
+#ifdef __clang__
+  return __VERSION__;
+#else
+  return absl::StrCat("g++ ", __VERSION__);
+#endif
 }
 
 }  // namespace trainer_lora::testutil

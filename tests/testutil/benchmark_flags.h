@@ -1,13 +1,11 @@
-// The flags of a benchmark that Google Benchmark does not know:
+// The flags of a benchmark that Google Benchmark does not know, taken out of
+// the arguments before benchmark::Initialize() sees them:
 //
-//   if (const std::optional<int> status = TakeDeviceFlag(argc, argv)) {
-//     return *status;
-//   }
 //   const bool smoke = TakeFlag(argc, argv, "smoke") == "true";
-//   benchmark::Initialize(&argc, argv);
 //
 // A benchmark with no flags of its own but --device needs no main(): that of
-// the target benchmark_main does this.
+// the target benchmark_main does this, or that of host_benchmark_main for what
+// knows nothing of torch.
 #ifndef TRAINER_LORA_TESTS_TESTUTIL_BENCHMARK_FLAGS_H_
 #define TRAINER_LORA_TESTS_TESTUTIL_BENCHMARK_FLAGS_H_
 
@@ -23,11 +21,12 @@ namespace trainer_lora::testutil {
 std::optional<std::string> TakeFlag(int& argc, char** argv,
                                     absl::string_view name);
 
-// Takes `--device=` out of the arguments. Returns the exit status if there is
-// nothing to measure: success, and a line that says so, for cuda, since this
-// build has no CUDA; failure for anything but cpu and cuda. Nothing for cpu or
-// without the flag.
-std::optional<int> TakeDeviceFlag(int& argc, char** argv);
+// Takes `--device=` out of the arguments and returns "cpu", also without the
+// flag, or "cuda". Ends the process, with a line on stderr, for anything else.
+std::string TakeDeviceFlag(int& argc, char** argv);
+
+// The compiler of this program, such as "g++ 12.2.0".
+std::string CompilerVersion();
 
 }  // namespace trainer_lora::testutil
 

@@ -1,17 +1,11 @@
-// The main() of a benchmark that also takes --device=cpu or --device=cuda.
+// The main() of a benchmark that measures on BenchmarkDevice().
 #include <cstdlib>
-#include <optional>
 
 #include "benchmark/benchmark.h"
-#include "tests/testutil/benchmark_flags.h"
+#include "tests/testutil/benchmark_device.h"
 
 int main(int argc, char** argv) {
-  if (const std::optional<int> status =
-          trainer_lora::testutil::TakeDeviceFlag(argc, argv)) {
-    return *status;
-  }
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return EXIT_FAILURE;
+  trainer_lora::testutil::InitializeBenchmark(argc, argv);
   benchmark::RunSpecifiedBenchmarks();
   benchmark::Shutdown();
   return EXIT_SUCCESS;

@@ -16,6 +16,9 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "c10/core/Device.h"
+#include "config/internal/status_macros.h"
+#include "distributed/nccl_process_group.h"
 #include "distributed/process_group.h"
 #include "torch/csrc/distributed/c10d/TCPStore.hpp"
 
@@ -27,24 +30,27 @@ constexpr std::chrono::minutes kTimeout(2);
 constexpr std::chrono::seconds kTimeToEnd(10);
 
 // How a follower is told its place.
-constexpr char kFlagFormat[] = "--follower=rank %d of %d, store at port %d";
+constexpr char kFlagFormat[] =
+    "--follower=rank %d of %d, store at port %d, cuda %d";
 
 struct Place {
   int rank = 0;
   int world_size = 1;
   // 0: rank 0, which serves the store, takes any free port.
   int port = 0;
+  int cuda = 0;  // Whether each rank has a CUDA device.
 };
 
 bool ParsePlace(int argc, char** argv, Place& place) {
-  return argc == 2 && std::sscanf(argv[1], kFlagFormat, &place.rank,
-                                  &place.world_size, &place.port) == 3;
+  return argc == 2 &&
+         std::sscanf(argv[1], kFlagFormat, &place.rank, &place.world_size,
+                     &place.port, &place.cuda) == 4;
 }
 
 absl::Status StartFollower(const Place& place, pid_t& pid) {
   char flag[100];
   std::snprintf(flag, sizeof(flag), kFlagFormat, place.rank, place.world_size,
-                place.port);
+                place.port, place.cuda);
   std::string program = "/proc/self/exe";
   char* const arguments[] = {program.data(), flag, nullptr};
   if (posix_spawn(&pid, program.c_str(), nullptr, nullptr, arguments,
@@ -68,8 +74,15 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> Join(
   distributed::ProcessGroupOptions options;
   options.timeout = kTimeout;
   options.bind_address = kLoopback;
-  return distributed::CreateGlooProcessGroup(store, place.rank,
-                                             place.world_size, options);
+  LORA_ASSIGN_OR_RETURN(auto group,
+                        distributed::CreateGlooProcessGroup(
+                            store, place.rank, place.world_size, options));
+  if (place.cuda != 0) {
+    const at::Device device(at::kCUDA,
+                            static_cast<at::DeviceIndex>(place.rank));
+    LORA_RETURN_IF_ERROR(distributed::AddNcclBackend(*group, device, kTimeout));
+  }
+  return group;
 }
 
 void EndFollower(pid_t pid, std::chrono::steady_clock::time_point deadline) {
@@ -105,16 +118,16 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> JoinAsFollower(
 }
 
 absl::StatusOr<std::unique_ptr<FollowerProcesses>> FollowerProcesses::Start(
-    int world_size) {
+    int world_size, at::DeviceType device_type) {
   std::unique_ptr<FollowerProcesses> ranks(new FollowerProcesses);
   try {
-    Place place = {0, world_size, 0};
+    Place place = {0, world_size, 0, device_type == at::kCUDA};
     const c10::intrusive_ptr<c10d::TCPStore> store = MakeStore(place);
     place.port = store->getPort();
     for (int rank = 1; rank < world_size; ++rank) {
       pid_t pid = -1;
       const absl::Status started =
-          StartFollower({rank, world_size, place.port}, pid);
+          StartFollower({rank, world_size, place.port, place.cuda}, pid);
       if (!started.ok()) return started;
       ranks->followers_.push_back(pid);
     }

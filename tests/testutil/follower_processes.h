@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "c10/core/DeviceType.h"
 #include "c10/util/intrusive_ptr.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 
@@ -34,10 +35,11 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> JoinAsFollower(
 
 class FollowerProcesses {
  public:
-  // Starts the ranks 1 to `world_size` - 1 and joins them. Call it on the main
-  // thread.
+  // Starts the ranks 1 to `world_size` - 1 and joins them. For CUDA, the group
+  // of each rank is bound to the device of the rank's number, with NCCL beside
+  // Gloo. Call it on the main thread.
   static absl::StatusOr<std::unique_ptr<FollowerProcesses>> Start(
-      int world_size);
+      int world_size, at::DeviceType device_type = at::kCPU);
 
   // Lets go of the group and waits for the others, who by then are about to
   // end; kills those that do not.

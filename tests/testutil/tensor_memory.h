@@ -1,4 +1,4 @@
-// How many bytes of CPU tensors are alive, and were at the peak:
+// How many bytes of tensors are alive, and were at the peak:
 //
 //   const TensorMemory memory;
 //   const at::Tensor output = layer(input);
@@ -16,7 +16,8 @@
 namespace trainer_lora::testutil {
 
 // Counts what this thread allocates and frees while it lives, as libtorch's
-// profiler does. Those of one thread end in the reverse order of their start.
+// profiler does, on all devices; those of one thread end in the reverse order
+// of their start.
 class TensorMemory {
  public:
   // Allocated since the start, less what was freed; of tensors that are older,

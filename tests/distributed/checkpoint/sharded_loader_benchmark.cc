@@ -4,27 +4,26 @@
 //   bazel run -c opt //tests/distributed/checkpoint:sharded_loader_benchmark
 //
 // The checkpoint is made first, in the folder for temporary files, and stays in
-// the page cache. The baseline allocates tensors of the same sizes and fills
-// each with one pread, on one thread. Both take turns; the reported time is the
-// mean of the loader's turns.
+// the page cache. Baselines take turns; the reported time is the mean of the
+// loader's turns, and ratios are of medians: less is better.
 //
-//   rate_ratio        the baseline's median time over the loader's: more is
-//                     better
+//   vs_pread          loading over allocating tensors of the file's types, each
+//                     filled with one pread on one thread, and copied to the
+//                     device if that is not the CPU
 //   bytes_per_second  of the file
+//   vs_copy           planning over copying the descriptions that are planned
 //   ns_per_tensor     of a plan: the same for any number of tensors
 //
 // --bytes=N: the size of the checkpoint, 1 GB by default.
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <deque>
 #include <filesystem>
 #include <iostream>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -47,20 +46,19 @@
 #include "distributed/checkpoint/torch_dtype.h"
 #include "distributed/meta_device.h"
 #include "distributed/tensor_slice.h"
+#include "tests/testutil/benchmark_device.h"
 #include "tests/testutil/benchmark_flags.h"
-#include "tests/testutil/median.h"
 #include "tests/testutil/state_module.h"
+#include "tests/testutil/take_turns.h"
 #include "torch/nn/module.h"
 
 namespace trainer_lora::distributed {
 namespace {
 
-using testutil::Median;
-using Clock = std::chrono::steady_clock;
-
-double SecondsSince(Clock::time_point begin) {
-  return std::chrono::duration<double>(Clock::now() - begin).count();
-}
+using testutil::BenchmarkDevice;
+using testutil::SecondsOnDevice;
+using testutil::SecondsOnHost;
+using testutil::TakeTurns;
 
 // Ends the program where the machine does not do what the benchmark needs.
 void Check(const absl::Status& status) {
@@ -115,16 +113,24 @@ PlanInput MakePlanInput(int64_t count, int64_t shard_dim) {
 
 void BM_Plan(benchmark::State& state) {
   const PlanInput input = MakePlanInput(state.range(0), state.range(1));
-  std::vector<double> seconds;
-  for (auto _ : state) {
-    const auto begin = Clock::now();
-    absl::StatusOr<LoadPlan> plan =
-        MakeLoadPlan(input.targets, input.sources, input.options);
-    Check(plan.status());
-    seconds.push_back(SecondsSince(begin));
-    state.SetIterationTime(seconds.back());
-  }
-  state.counters["ns_per_tensor"] = Median(seconds) * 1e9 / state.range(0);
+  const auto [plan, copy] = TakeTurns(
+      state,
+      [&] {
+        return SecondsOnHost([&] {
+          Check(MakeLoadPlan(input.targets, input.sources, input.options)
+                    .status());
+        });
+      },
+      [&] {
+        return SecondsOnHost([&] {
+          const std::vector<TargetTensor> targets = input.targets;
+          const std::vector<CheckpointTensor> sources = input.sources;
+          benchmark::DoNotOptimize(targets.data());
+          benchmark::DoNotOptimize(sources.data());
+        });
+      });
+  state.counters["ns_per_tensor"] = plan * 1e9 / state.range(0);
+  state.counters["vs_copy"] = plan / copy;
 }
 BENCHMARK(BM_Plan)
     ->ArgNames({"tensors", "shard_dim"})
@@ -184,51 +190,48 @@ std::shared_ptr<torch::nn::Module> MetaModel(const Checkpoint& checkpoint,
   return testutil::ModuleWith(specs);
 }
 
-// The seconds of one pread a tensor, into new memory.
-double ReadPlainly(const Checkpoint& checkpoint) {
-  const auto begin = Clock::now();
+// One pread a tensor, into new memory.
+std::vector<at::Tensor> ReadPlainly(const Checkpoint& checkpoint) {
   const int descriptor = open(checkpoint.path().c_str(), O_RDONLY | O_CLOEXEC);
   std::vector<at::Tensor> tensors;
   int64_t offset = 0;
   for (const TensorSpec& spec : checkpoint.specs()) {
-    tensors.push_back(at::empty(spec.shape, ToScalarType(spec.dtype).value()));
-    const int64_t size = tensors.back().nbytes();
-    if (pread(descriptor, tensors.back().data_ptr(), size, offset) != size) {
+    const at::Tensor tensor =
+        at::empty(spec.shape, ToScalarType(spec.dtype).value());
+    const int64_t size = tensor.nbytes();
+    if (pread(descriptor, tensor.data_ptr(), size, offset) != size) {
       Check(absl::DataLossError(checkpoint.path()));
     }
+    tensors.push_back(tensor.to(BenchmarkDevice()));
     offset += size;
   }
   close(descriptor);
-  return SecondsSince(begin);
+  return tensors;
 }
 
 void BM_Load(benchmark::State& state, const Checkpoint& checkpoint,
              at::ScalarType dtype, int num_threads) {
-  std::vector<double> own, baseline;
   int64_t bytes = 0;
   LoadCheckpointOptions options;
   options.num_threads = num_threads;
-  for (auto _ : state) {
-    {
-      const auto model = MetaModel(checkpoint, dtype);
-      const auto begin = Clock::now();
-      const absl::StatusOr<LoadCheckpointReport> report =
-          LoadCheckpoint(*model, checkpoint.path(), options);
-      own.push_back(SecondsSince(begin));
-      Check(report.status());
-      bytes = report->bytes_read;
-    }
-    baseline.push_back(ReadPlainly(checkpoint));
-    state.SetIterationTime(own.back());
-  }
-  state.counters["rate_ratio"] = Median(baseline) / Median(own);
+  options.device = BenchmarkDevice();
+  const auto [load, preads] = TakeTurns(
+      state,
+      [&] {
+        const auto model = MetaModel(checkpoint, dtype);
+        return SecondsOnDevice([&] {
+          const absl::StatusOr<LoadCheckpointReport> report =
+              LoadCheckpoint(*model, checkpoint.path(), options);
+          Check(report.status());
+          bytes = report->bytes_read;
+        });
+      },
+      [&] { return SecondsOnDevice([&] { return ReadPlainly(checkpoint); }); });
+  state.counters["vs_pread"] = load / preads;
   state.SetBytesProcessed(state.iterations() * bytes);
 }
 
 int Main(int argc, char** argv) {
-  if (const std::optional<int> status = testutil::TakeDeviceFlag(argc, argv)) {
-    return *status;
-  }
   const std::string bytes_flag =
       testutil::TakeFlag(argc, argv, "bytes").value_or("1000000000");
   int64_t bytes = 0;
@@ -237,8 +240,7 @@ int Main(int argc, char** argv) {
               << std::endl;
     return EXIT_FAILURE;
   }
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return EXIT_FAILURE;
+  testutil::InitializeBenchmark(argc, argv);
 
   std::string folder = (std::filesystem::temp_directory_path() /
                         "sharded_loader_benchmark.XXXXXX")
