@@ -64,6 +64,7 @@ def lora_cc_benchmark(
         args = [],
         smoke_args = [],
         main = "@com_github_google_benchmark//:benchmark_main",
+        tags = [],
         **kwargs):
     """A Google Benchmark binary, and `<name>_smoke_test`, which runs each of its benchmarks once.
 
@@ -86,6 +87,7 @@ def lora_cc_benchmark(
         args = args,
         data = data,
         linkstatic = True,
+        tags = tags,
         deps = [":" + name + "_lib"],
         **kwargs
     )
@@ -95,6 +97,7 @@ def lora_cc_benchmark(
         args = args + smoke_args + ["--benchmark_min_time=0"],
         data = data,
         linkstatic = True,
+        tags = tags + ["benchmark"],
         deps = [":" + name + "_lib"],
         **kwargs
     )

@@ -80,6 +80,20 @@ Factors OloraFactors(const at::Tensor& weight, int64_t rank) {
   return {r.narrow(0, 0, rank), q.narrow(1, 0, rank)};
 }
 
+// `restored`, what WeightFromMatrix() made for the base weight `weight`. Throws
+// where that is of another kind of type: a quantized weight would take the
+// values for its integers.
+at::Tensor CheckedForWeight(at::Tensor restored, const at::Tensor& weight,
+                            const std::string& layer_name) {
+  TORCH_CHECK(
+      restored.scalar_type() == weight.scalar_type() ||
+          (restored.is_floating_point() && weight.is_floating_point()),
+      layer_name, ": its weight of type ", c10::toString(weight.scalar_type()),
+      " can't take values of type ", c10::toString(restored.scalar_type()),
+      ": override WeightFromMatrix() beside WeightMatrix()");
+  return restored;
+}
+
 }  // namespace
 
 // A module that has what others registered: the base layer, and the parameters
@@ -650,11 +664,14 @@ void LoraLayer::Decompose(Slot& slot) {
       at::addmm(wide, AsMatrix(b).to(wide.scalar_type()),
                 AsMatrix(a).to(wide.scalar_type()), /*beta=*/1,
                 /*alpha=*/-scale);
+  const at::Tensor base_weight = state("weight");
+  const at::Tensor remaining =
+      CheckedForWeight(WeightFromMatrix(residual), base_weight, DisplayName());
   slot.initial_A = CopyOf(a, at::kCPU);
   slot.initial_B = CopyOf(b, at::kCPU);
   adapter.lora_A.copy_(a);
   adapter.lora_B.copy_(b);
-  state("weight").copy_(WeightFromMatrix(residual));
+  base_weight.copy_(remaining);
 }
 
 absl::Status LoraLayer::InitializeFromBase() {
@@ -735,8 +752,10 @@ absl::Status LoraLayer::Merge(bool check_finite) {
     }
     const c10::NoGradGuard no_grad;
     const at::Tensor weight = state("weight");
+    const at::Tensor merged_weight =
+        CheckedForWeight(WeightFromMatrix(merged), weight, DisplayName());
     at::Tensor unmerged = weight.detach().clone();
-    weight.copy_(WeightFromMatrix(merged));
+    weight.copy_(merged_weight);
     unmerged_weight_ = std::move(unmerged);
   } catch (const c10::OutOfMemoryError& error) {
     return absl::ResourceExhaustedError(error.what_without_backtrace());

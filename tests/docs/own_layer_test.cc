@@ -5,6 +5,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
+#include "absl/status/status.h"
 #include "config/lora_config.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -15,7 +16,9 @@
 namespace trainer_lora::lora {
 namespace {
 
+using ::testing::HasSubstr;
 using ::trainer_lora::testutil::IsOk;
+using ::trainer_lora::testutil::StatusIs;
 
 config::LoraConfig Config(bool use_dora) {
   config::LoraConfig config;
@@ -60,7 +63,9 @@ TEST(OwnLayerTest, MergingIsRefusedAsItSays) {
   model.register_module("to_q", layer);
   ASSERT_THAT(EnableLoraTraining(model, Config(/*use_dora=*/false)), IsOk());
   const at::Tensor weight = layer->state("weight").clone();
-  EXPECT_FALSE(MergeAdapters(model).ok());
+  EXPECT_THAT(MergeAdapters(model),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("WeightFromMatrix")));
   EXPECT_TRUE(at::equal(layer->state("weight"), weight));
 }
 
