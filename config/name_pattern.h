@@ -37,8 +37,7 @@ enum class TargetMatching {
   kRegex,
 };
 
-// An immutable pattern; cheap to copy, safe to share between threads. Matching
-// takes time linear in the name, whatever the pattern.
+// An immutable pattern; cheap to copy, safe to share between threads.
 class NamePattern {
  public:
   // kInvalidArgument, with the reason, for an empty pattern, which would match
@@ -47,8 +46,11 @@ class NamePattern {
   static absl::StatusOr<NamePattern> Create(absl::string_view text,
                                             TargetMatching matching);
 
+  // Whether it matches `name`, as its TargetMatching says. Takes time linear in
+  // the name, whatever the pattern.
   bool Matches(absl::string_view name) const;
 
+  // As given to Create().
   const std::string& text() const { return text_; }
 
  private:

@@ -33,6 +33,7 @@ class ProcessGroup;
 
 namespace trainer_lora::distributed {
 
+// A dimension of a mesh.
 struct MeshDim {
   // Letters, digits, '_' and '-'; each name is there once in a mesh.
   std::string name;

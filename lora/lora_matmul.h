@@ -58,11 +58,11 @@ struct LoraDropout {
   // That an element becomes 0, in [0, 1); the others are divided by
   // 1 - probability. 0 outside training.
   double probability;
-  // For a layer whose input is split over tensor parallel ranks: the input is
-  // the columns from `input_offset` of one of `input_size` columns. Ranks whose
-  // generators are in the same state then drop what one process would. A size
-  // of 0: the input is whole.
+  // For a layer whose input is split over tensor parallel ranks: the first of
+  // the columns of the whole input that this one has. Ranks whose generators
+  // are in the same state then drop what one process would.
   int64_t input_offset;
+  // The columns of the whole input; 0 if this is it.
   int64_t input_size;
 };
 
@@ -74,12 +74,12 @@ at::Tensor ApplyDropout(const at::Tensor& input, const LoraDropout& dropout);
 // A linear layer that reads the input, and its adapter. Any of the tensors may
 // require grad.
 struct LoraMatmulTerm {
-  at::Tensor weight;  // [out_features, in_features]
-  at::Tensor bias;    // [out_features], or undefined
-  at::Tensor lora_A;  // [rank, in_features]
-  at::Tensor lora_B;  // [out_features, rank]
-  double scale = 1;
-  LoraDropout dropout = {};
+  at::Tensor weight;         // [out_features, in_features]
+  at::Tensor bias;           // [out_features], or undefined
+  at::Tensor lora_A;         // [rank, in_features]
+  at::Tensor lora_B;         // [out_features, rank]
+  double scale = 1;          // Of what the adapter adds.
+  LoraDropout dropout = {};  // Of what the adapter reads.
 };
 
 // `input` is [..., in_features], the result [..., out_features].
