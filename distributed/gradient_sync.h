@@ -14,7 +14,9 @@
 //     // clip, optimizer step
 //   }
 //
-// ReduceGradients() does the same once, and keeps nothing.
+// ReduceGradients() does the same once, and keeps nothing. Profilers see the
+// range `trainer_lora::gradient_sync`, and `trainer_lora::gradient_sync::start`
+// and `trainer_lora::gradient_sync::finish` of each buffer.
 //
 // All of these are collective over the whole mesh: every rank calls them in the
 // same order, even if it has no parameter. Where the ranks' parameters differ,

@@ -28,6 +28,9 @@
 // another dtype are cast. A gradient has the dtype of its tensor. Second
 // derivatives are right. Forward-mode differentiation is not supported.
 //
+// Profilers see the ranges `trainer_lora::lora_matmul` and
+// `trainer_lora::lora_matmul_backward`.
+//
 // Functions are thread-safe as operators are. They throw c10::Error where
 // shapes or dtypes don't fit.
 #ifndef TRAINER_LORA_LORA_LORA_MATMUL_H_
@@ -46,7 +49,8 @@ namespace trainer_lora::lora {
 // Dropout of an adapter's input. The mask isn't kept: it is made from a seed,
 // drawn from the CPU's default generator (unless the probability is 0), and
 // made again in backward. So torch::manual_seed() determines it, and whoever
-// restores that generator's state recomputes the same.
+// restores that generator's state recomputes the same. As the host draws it, a
+// CUDA graph that was captured with dropout has one mask for all its replays.
 struct LoraDropout {
   // Implicit, as a probability alone is the usual case.
   LoraDropout(double probability = 0, int64_t input_offset = 0,

@@ -13,6 +13,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "ATen/ops/empty.h"
+#include "ATen/record_function.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
@@ -527,6 +528,7 @@ class Loader {
 absl::StatusOr<LoadCheckpointReport> LoadCheckpoint(
     torch::nn::Module& model, const std::string& path,
     const LoadCheckpointOptions& options) {
+  RECORD_FUNCTION("trainer_lora::load_checkpoint", {});
   // A parameter that is loaded in inference mode could not be trained.
   const c10::InferenceMode no_inference_mode(false);
   const at::NoGradGuard no_grad;

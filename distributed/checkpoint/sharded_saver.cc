@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "ATen/record_function.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
@@ -408,6 +409,7 @@ class Saver {
 absl::Status SaveCheckpoint(const torch::nn::Module& model,
                             const std::string& folder,
                             const SaveCheckpointOptions& options) {
+  RECORD_FUNCTION("trainer_lora::save_checkpoint", {});
   const at::NoGradGuard no_grad;
   return Saver(model, folder, options).Save();
 }
