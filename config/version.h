@@ -9,17 +9,16 @@
 
 #include "config/language_version.h"
 
-// What is incompatible raises it, from 1 on.
+// Raised by what is incompatible, from 1.0.0 on.
 #define TRAINER_LORA_VERSION_MAJOR 0
-// What is new raises it, and, while the major number is 0, what is
-// incompatible.
+// Raised by what is new, and before 1.0.0 by what is incompatible.
 #define TRAINER_LORA_VERSION_MINOR 1
-// What is mended raises it.
+// Raised by fixes.
 #define TRAINER_LORA_VERSION_PATCH 0
 
 namespace trainer_lora::config {
 
-// The same as numbers and as text, such as "0.1.0".
+// The numbers as text, with dots.
 inline constexpr char kVersion[] = "0.1.0";
 
 }  // namespace trainer_lora::config

@@ -1,7 +1,7 @@
 # The input filter of Doxygen: makes its comments of the plain ones in a header, line for line, so that its warnings have the
 # header's lines.
 #
-# - The comment before the include guard is that of the file.
+# - The comment before the include guard is that of the file; without one there is a reference to it, which is an error.
 # - What is indented by three spaces or more is code, a formula or a table, unless it goes on with an item of a list.
 # - Deleted functions, destructors, moves and instantiations that have no comment are left out: they say nothing.
 # - Headings of sections, --- Such ---, are left out too.
@@ -41,7 +41,7 @@ function end_code() {
 function declaration(line) {
   if (!guard && line ~ /^#ifndef .*_H_$/) {
     guard = substr(line, 9)
-    return "/// @file"
+    return was_comment ? "/// @file" : "/// @ref a_comment_on_this_file @file"
   }
   if (guard && line ~ "^#(define|endif  //) " guard "$") return ""
   if (!was_comment && line ~ /= delete;$|^extern template |^ *~[A-Za-z]+\(\)|^[^()]*\([A-Za-z]+&&[^,]*\)/) return ""
