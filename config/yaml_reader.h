@@ -84,8 +84,9 @@ class YamlErrors {
   // Adds a problem at a position; Locate() says how its line begins.
   void Add(const YAML::Mark& mark, absl::string_view message);
 
-  // The message after "file:line:column: ", or "file: " without a position;
-  // after "source: " for a line that belongs to a source.
+  // The message, on one line whatever it quotes, after "file:line:column: ", or
+  // "file: " without a position; after "source: " for a line that belongs to a
+  // source.
   std::string Locate(const YAML::Mark& mark, absl::string_view message) const;
 
   // Whether messages about the position have a line of the file.

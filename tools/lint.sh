@@ -44,7 +44,7 @@ torch_free='//distributed:gradient_bucket + //distributed:placement + //distribu
 torch_free+=' + //distributed/checkpoint:safetensors_checkpoint + //distributed/checkpoint:key_aliases'
 torch_free+=' + //distributed/checkpoint:state_dict_mapping + //distributed/checkpoint:key_resolver'
 torch_free+=' + //distributed/checkpoint:load_plan + //distributed:tensor_slice'
-torch_free+=' + //lora:target_matcher'
+torch_free+=' + //lora:target_matcher + //lora:adapter_config'
 forbid_libtorch '//config/...'
 forbid_libtorch "${torch_free}"
 forbid 'filter("^@libtorch_cuda//", deps(//...))' 'a build for CPU must not fetch'

@@ -247,6 +247,15 @@ TEST_F(AdapterFileTest, AFailedSaveLeavesNothingBehind) {
   EXPECT_TRUE(FilesBeside(".").empty());
 }
 
+TEST_F(AdapterFileTest, RefusesToWriteTextThatIsNotUtf8) {
+  SaveAdapterOptions options;
+  options.base_model_name_or_path = "/models/\xff";
+  EXPECT_THAT(
+      SaveAdapter(*AdaptedModel(), Path("adapter"), options),
+      StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("not UTF-8")));
+  EXPECT_TRUE(FilesBeside(".").empty());
+}
+
 TEST_F(AdapterFileTest, LoadingWithAnotherRankOrAlphaNamesBoth) {
   ASSERT_THAT(SaveAdapter(*AdaptedModel(16, 32), Path("adapter")), IsOk());
   EXPECT_THAT(
@@ -306,7 +315,7 @@ TEST_F(AdapterFileTest, ReadsPatternsAsPeftDoes) {
                        HasSubstr("to_q was saved with rank 8 and alpha 4")));
   EXPECT_THAT(load(R"-("rank_pattern": {"(?=to_q)": 2})-"),
               StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("(?=to_q)\" of rank_pattern")));
+                       HasSubstr("rank_pattern.(?=to_q) is not supported")));
   EXPECT_THAT(load(R"("rank_pattern": {"to_q": "2"})"),
               StatusIs(absl::StatusCode::kDataLoss,
                        HasSubstr("rank_pattern.to_q must be a number")));
