@@ -3,7 +3,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -24,6 +23,7 @@
 #include "distributed/checkpoint/internal/guarded_step.h"
 #include "distributed/checkpoint/internal/model_state.h"
 #include "distributed/checkpoint/internal/new_folder.h"
+#include "distributed/checkpoint/internal/read_file.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "distributed/checkpoint/torch_dtype.h"
 #include "distributed/internal/rank_agreement.h"
@@ -272,15 +272,9 @@ absl::Status WriteTensors(const Adapters& adapters,
 }
 
 absl::StatusOr<internal::AdapterConfig> ReadConfig(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::NotFoundError(absl::StrCat(path, ": no such file"));
-  // One byte more than allowed is enough for Parse() to refuse the rest.
-  std::string json(internal::kMaxAdapterConfigBytes + 1, '\0');
-  file.read(json.data(), static_cast<std::streamsize>(json.size()));
-  if (file.bad()) {
-    return absl::DataLossError(absl::StrCat(path, ": reading it failed"));
-  }
-  json.resize(static_cast<size_t>(file.gcount()));
+  LORA_ASSIGN_OR_RETURN(
+      const std::string json,
+      distributed::internal::ReadFile(path, internal::kMaxAdapterConfigBytes));
   auto config = internal::AdapterConfig::Parse(json);
   if (config.ok()) return config;
   return absl::Status(config.status().code(),

@@ -1,6 +1,8 @@
 // tests/parity opens such a folder with PEFT itself; here is the rest.
 #include "lora/adapter_file.h"
 
+#include <sys/stat.h>
+
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -351,6 +353,17 @@ TEST_F(AdapterFileTest, LoadingTensorsThatDoNotFitNamesThemAll) {
                 HasSubstr("of shape [7, 3] instead of [7, 2]: "
                           "base_model.model.to_q.lora_B.weight"))));
   ExpectEqual(AdapterValues(*model), before);
+}
+
+TEST_F(AdapterFileTest, RefusesAConfigThatIsNoFileWithoutWaiting) {
+  const auto model = AdaptedModel();
+  ASSERT_THAT(SaveAdapter(*model, Path("adapter")), IsOk());
+  const std::string config = Path("adapter/adapter_config.json");
+  fs::remove(config);
+  ASSERT_EQ(mkfifo(config.c_str(), 0600), 0);
+  EXPECT_THAT(LoadAdapter(*model, Path("adapter")),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("adapter_config.json is not a regular file")));
 }
 
 TEST_F(AdapterFileTest, BrokenFoldersAreClearErrors) {
