@@ -23,7 +23,7 @@ run() {
   local -r target="$1" name="${1##*:}"
   mkdir "${folder}/${name}"
   # The first folder takes what is new, the second is only read.
-  bazel run --config=fuzz --noshow_progress "${target}" -- -max_total_time="${seconds}" -timeout=10 -print_final_stats=1 \
+  bazel run --config=fuzz --noshow_progress "${target}" -- -max_total_time="${seconds}" -timeout=30 -print_final_stats=1 \
     -artifact_prefix="${folder}/${name}-" "${folder}/${name}" "${PWD}/tests/testdata/fuzz/${name}" \
     >"${folder}/${name}.log" 2>&1 || touch "${folder}/${name}.failed"
   # In one piece, whatever else is running.

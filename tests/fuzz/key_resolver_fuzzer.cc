@@ -115,13 +115,14 @@ class SlowResolver {
   // The name for a key that spells one of several equal ones.
   std::optional<std::string> Spelled(const std::string& key) const {
     if (NeedsWrappers(key)) return key;
-    const std::string name(aliases_.Resolve(key));
-    if (name == key) return std::nullopt;
-    if (NeedsWrappers(name)) return name;
-    // If another alias is equal to this one, and goes before it or is as good.
-    const std::string target = TargetOf(name);
-    const bool needs_wrappers = AliasTarget(Unwrapped(key)) != target;
-    if (needs_wrappers && names_.count(target) != 0) return target;
+    for (const auto& [alias, name] : aliases_) {
+      if (alias != key) continue;
+      if (NeedsWrappers(name)) return name;
+      const std::string target = TargetOf(name);
+      // Another alias is equal to this one, and goes before it or is as good.
+      const bool needs_wrappers = AliasTarget(Unwrapped(key)) != target;
+      if (needs_wrappers && names_.count(target) != 0) return target;
+    }
     return std::nullopt;
   }
 

@@ -13,7 +13,6 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
@@ -27,7 +26,6 @@ namespace trainer_lora::lora {
 namespace {
 
 using ::trainer_lora::config::LoraConfig;
-using ::trainer_lora::config::NamePattern;
 using ::trainer_lora::config::TargetMatching;
 using ::trainer_lora::fuzz::IsLine;
 using ::trainer_lora::fuzz::IsUtf8;
@@ -67,35 +65,44 @@ struct GlobItem {
   }
 };
 
-// Nothing if a [ is not closed or a range ends before it begins.
+// The item for the set that opens at `begin`, which becomes the place of its ].
+// Nothing if it is not closed or a range ends before it begins.
+std::optional<GlobItem> ParseSet(const std::vector<std::string>& glob,
+                                 size_t& begin) {
+  GlobItem item;
+  item.is_negated = begin + 1 < glob.size() && glob[begin + 1] == "!";
+  const size_t first = begin + (item.is_negated ? 2 : 1);
+  size_t end = first + 1;  // A ] that comes first is a member.
+  while (end < glob.size() && glob[end] != "]") ++end;
+  if (end >= glob.size()) return std::nullopt;
+  for (size_t i = first; i < end; ++i) {
+    const bool is_range = i + 2 < end && glob[i + 1] == "-";
+    const std::string& last = glob[is_range ? i + 2 : i];
+    if (last < glob[i]) return std::nullopt;
+    item.ranges.emplace_back(glob[i], last);
+    if (is_range) i += 2;
+  }
+  begin = end;
+  return item;
+}
+
 std::optional<std::vector<GlobItem>> ParseGlob(
     const std::vector<std::string>& glob) {
   std::vector<GlobItem> items;
   for (size_t i = 0; i < glob.size(); ++i) {
-    GlobItem& item = items.emplace_back();
-    if (glob[i] == "*") {
+    GlobItem item;
+    if (glob[i] == "[") {
+      const std::optional<GlobItem> set = ParseSet(glob, i);
+      if (!set) return std::nullopt;
+      item = *set;
+    } else if (glob[i] == "*") {
       item.is_star = true;
     } else if (glob[i] == "?") {
       item.is_negated = true;
-    } else if (glob[i] != "[") {
-      item.ranges = {{glob[i], glob[i]}};
     } else {
-      item.is_negated = i + 1 < glob.size() && glob[i + 1] == "!";
-      const size_t first = i + (item.is_negated ? 2 : 1);
-      if (first >= glob.size()) return std::nullopt;
-      const auto close = std::find(glob.begin() + first + 1, glob.end(), "]");
-      if (close == glob.end()) return std::nullopt;
-      const size_t end = close - glob.begin();
-      for (size_t j = first; j < end; ++j) {
-        const bool is_range = j + 2 < end && glob[j + 1] == "-";
-        item.ranges.emplace_back(glob[j], glob[is_range ? j + 2 : j]);
-        if (item.ranges.back().first > item.ranges.back().second) {
-          return std::nullopt;
-        }
-        if (is_range) j += 2;
-      }
-      i = end;
+      item.ranges = {{glob[i], glob[i]}};
     }
+    items.push_back(std::move(item));
   }
   return items;
 }

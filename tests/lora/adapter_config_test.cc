@@ -113,14 +113,14 @@ TEST(AdapterConfigTest, RefusesWithWhatIsWrong) {
        "rank_pattern must be an object"},
       {With(R"("alpha_pattern": {"a\n": "2"})"), kDataLoss,
        R"(alpha_pattern.a\x0a must be a number)"},
-      {With(R"("rank_pattern": {"(?=a)": 2})"), kFailedPrecondition,
+      {With(R"-("rank_pattern": {"(?=a)": 2})-"), kFailedPrecondition,
        "the pattern rank_pattern.(?=a) is not supported"},
-};
-for (const Case& c : cases) {
-  EXPECT_THAT(AdapterConfig::Parse(c.json),
-              StatusIs(c.code, HasSubstr(c.message)))
-      << c.json.substr(0, 100);
-}
+  };
+  for (const Case& c : cases) {
+    EXPECT_THAT(AdapterConfig::Parse(c.json),
+                StatusIs(c.code, HasSubstr(c.message)))
+        << c.json.substr(0, 100);
+  }
 }
 
 TEST(AdapterConfigTest, WritesPeftsKeysAndWhatDiffersFromTheFirstLayer) {
