@@ -212,7 +212,7 @@ class LaunchReader {
   absl::Status CheckComplete(const LauncherVariables& variables) const {
     std::vector<std::string> wanted, set, missing;
     for (const Names& names : variables.All()) {
-      wanted.push_back(names.front());
+      wanted.emplace_back(names.front());
       if (const std::optional<Variable> found = Find(names)) {
         set.push_back(absl::StrCat(found->name, "=", found->value));
       } else {

@@ -185,7 +185,7 @@ class TreeNormalizer {
   explicit TreeNormalizer(YamlErrors* errors) : errors_(errors) {}
 
   // The error is one that leaves no sense in going on; others are collected.
-  absl::Status Visit(YAML::Node node, int depth = 0) {
+  absl::Status Visit(const YAML::Node& node, int depth = 0) {
     LORA_RETURN_IF_ERROR(Count(node.Mark()));
     if (depth > kMaxDepth) {
       return Fatal(node.Mark(),

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Checks the format of C++ and Bazel files, that packages depend on each other in one direction only, that every public member
-# has a comment, and that no action depends on where the tree is. With --fix it formats the files before.
+# Checks the format of C++ and Bazel files, that targets depend on what they include and on nothing else, that packages depend on
+# each other in one direction only, that every public member has a comment, that headers compile alone, that no action depends on
+# where the tree is, and what clang-tidy says of libraries without libtorch (tools/tidy.sh checks the others). With --fix it
+# formats the files before.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -23,6 +25,9 @@ else
     exit 1
   }
 fi
+
+targets="$(bazel query --noshow_progress --output=xml //... 2>/dev/null)" || { echo "lint: bazel query fails" >&2; exit 1; }
+python3 tools/check_deps.py <<<"${targets}"
 
 # config knows nothing of torch, distributed nothing of LoRA, no library of an example or a test, and a build for CPU nothing
 # of CUDA. `bazel query` would fetch CUDA's libraries to answer.
@@ -62,4 +67,9 @@ if grep -F -m 3 -e "${PWD}" -e "${output_base}" <<<"${actions}" >&2; then
   echo "lint: actions name folders of this machine" >&2
   exit 1
 fi
-echo "lint: clean"
+
+tools/tidy.sh --torch-free
+python3 tools/check_headers.py
+
+echo "lint: ${#cc_files[@]} C++ and ${#bazel_files[@]} Bazel files: formats, deps, directions, comments, actions, clang-tidy and" \
+  "headers are clean"

@@ -235,6 +235,7 @@ std::vector<std::string> AgreementLines(
     const std::vector<ModelTensor>& tensors,
     const SafetensorsCheckpoint& checkpoint) {
   std::vector<std::string> lines;
+  lines.reserve(tensors.size() + checkpoint.tensors().size());
   for (const ModelTensor& tensor : tensors) {
     lines.push_back(internal::DescribeShards(tensor));
   }

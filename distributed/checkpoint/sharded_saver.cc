@@ -317,8 +317,9 @@ class Saver {
       absl::StatusOr<SafetensorsWriter> created =
           SafetensorsWriter::Create(new_folder_->PathOf(FileName(index)),
                                     SpecsOf(index), options_.metadata);
-      if (created.ok()) writer.emplace(*std::move(created));
-      return FileStatus(created.status());
+      if (!created.ok()) return FileStatus(created.status());
+      writer.emplace(*std::move(created));
+      return absl::OkStatus();
     }));
     for (const Entry& entry : files_[index]) {
       // Agreeing after each tensor keeps a rank that has none of the next ones

@@ -14,6 +14,7 @@
 
 #include "ATen/Functions.h"
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "config/lora_config.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "gmock/gmock.h"
