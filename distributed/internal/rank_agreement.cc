@@ -145,7 +145,6 @@ absl::Status CheckRanksAgree(c10d::ProcessGroup& group,
       const std::vector<std::string> texts,
       AllGatherTexts(group, text, digests.select(1, 1), context));
   std::vector<std::vector<std::string>> lines_of_rank;
-  lines_of_rank.reserve(texts.size());
   for (const std::string& rank_text : texts) {
     lines_of_rank.push_back(absl::StrSplit(rank_text, '\n'));
   }
