@@ -11,8 +11,10 @@ import cpp_sources
 
 def _differing(revision: str, files: dict[str, str]) -> list[str]:
     command = ["git", "diff", "--name-only", "--relative", revision]
-    names = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
-    return [name for name in names if name in files]
+    result = subprocess.run([*command, "--"], stdout=subprocess.PIPE, text=True, check=False)
+    if result.returncode:
+        sys.exit(f"tidy: git can't compare with {revision}: give a revision that it knows")
+    return [name for name in result.stdout.splitlines() if name in files]
 
 
 def _source_with(file: str, files: dict[str, str], commands: dict[str, list[str]]) -> str | None:
@@ -41,6 +43,8 @@ def main() -> int:
     parser.add_argument("--since", metavar="REVISION")
     parser.add_argument("--torch-free", action="store_true")
     options = parser.parse_args()
+    if bool(options.files) + bool(options.since) + options.torch_free > 1:
+        parser.error("give files, --since or --torch-free, not several of them")
 
     files = cpp_sources.read_files()
     commands = cpp_sources.read_compile_commands(files)
