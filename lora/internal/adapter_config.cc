@@ -1,6 +1,8 @@
 #include "lora/internal/adapter_config.h"
 
 #include <cmath>
+#include <functional>
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -18,21 +20,28 @@
 namespace trainer_lora::lora::internal {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
-// For each key, the parser compares all that its object has.
-constexpr int kMaxKeys = 100'000;
+// Each becomes a regular expression of some kilobytes.
+constexpr size_t kMaxPatterns = 100'000;
 
 // --- Reading -----------------------------------------------------------------
 
+using Json = nlohmann::json;
+
+// A JSON object, and the keys of the objects in it in the order of the text,
+// which Json forgets. (ordered_json takes quadratic time.)
+struct Document {
+  Json root;
+  std::map<std::string, std::vector<std::string>, std::less<>> keys;
+};
+
 // The value of `key`; null if there is none.
-const Json& ValueOf(const Json& config, const char* key) {
+const Json& ValueOf(const Document& document, const char* key) {
   static const auto& null = *new Json(nullptr);
-  const auto found = config.find(key);
-  return found == config.end() ? null : *found;
+  const auto found = document.root.find(key);
+  return found == document.root.end() ? null : *found;
 }
 
-absl::StatusOr<Json> ParseObject(absl::string_view json) {
+absl::StatusOr<Document> ParseObject(absl::string_view json) {
   if (json.size() > kMaxAdapterConfigBytes) {
     return absl::DataLossError(absl::StrCat(
         "it is larger than ", kMaxAdapterConfigBytes >> 20, " MiB"));
@@ -45,29 +54,36 @@ absl::StatusOr<Json> ParseObject(absl::string_view json) {
     return absl::DataLossError(
         absl::StrCat("it has a zero byte at its byte ", zero));
   }
-  int keys = 0;
-  const auto keep = [&keys](int, Json::parse_event_t event, const Json&) {
-    if (event == Json::parse_event_t::key) ++keys;
-    return keys <= kMaxKeys;
+  Document document;
+  // Of the object in the root; null if that is an array.
+  std::vector<std::string>* keys = nullptr;
+  const auto note_key = [&](int depth, Json::parse_event_t event,
+                            const Json& key) {
+    if (event != Json::parse_event_t::key) return true;
+    if (depth == 1) {
+      keys = &document.keys[key.get<std::string>()];
+      keys->clear();  // Of two equal keys the last counts.
+    } else if (depth == 2 && keys != nullptr) {
+      keys->push_back(key.get<std::string>());
+    }
+    return true;
   };
   try {
-    Json config = Json::parse(json.begin(), json.end(), keep);
-    if (keys > kMaxKeys) {
-      return absl::DataLossError(
-          absl::StrCat("it has more than ", kMaxKeys, " keys"));
-    }
-    if (!config.is_object()) return absl::DataLossError("not a JSON object");
-    return config;
+    document.root = Json::parse(json.begin(), json.end(), note_key);
   } catch (const Json::parse_error& error) {
     return absl::DataLossError(
         absl::StrCat("not valid JSON at its byte ", error.byte));
   } catch (const Json::exception&) {
     return absl::DataLossError("it has a number that is out of range");
   }
+  if (!document.root.is_object()) {
+    return absl::DataLossError("not a JSON object");
+  }
+  return document;
 }
 
-absl::StatusOr<bool> ReadFlag(const Json& config, const char* key) {
-  const Json& value = ValueOf(config, key);
+absl::StatusOr<bool> ReadFlag(const Document& file, const char* key) {
+  const Json& value = ValueOf(file, key);
   if (value.is_null()) return false;
   if (value.is_boolean()) return value.get<bool>();
   return absl::DataLossError(absl::StrCat(key, " must be true or false"));
@@ -91,6 +107,9 @@ absl::StatusOr<std::unique_ptr<const RE2>> CompilePattern(
 
 // --- Writing -----------------------------------------------------------------
 
+// In PEFT's order.
+using OrderedJson = nlohmann::ordered_json;
+
 const char* BiasName(config::BiasTraining bias) {
   switch (bias) {
     case config::BiasTraining::kNone:
@@ -113,7 +132,7 @@ std::string ExactTargetPattern(const std::vector<AdapterLayer>& layers) {
 }
 
 // PEFT's own type for alpha is an integer; a fraction works all the same.
-Json NumberOf(double value) {
+OrderedJson NumberOf(double value) {
   if (value == std::floor(value) && value < 1e15) {
     return static_cast<int64_t>(value);
   }
@@ -123,9 +142,9 @@ Json NumberOf(double value) {
 // A rank_pattern or alpha_pattern: what the layers have that the first does
 // not. PEFT lets a key match at the end of a name, so each is anchored.
 template <typename T>
-Json PatternOf(const std::vector<AdapterLayer>& layers,
-               T AdapterLayer::*number) {
-  Json pattern = Json::object();
+OrderedJson PatternOf(const std::vector<AdapterLayer>& layers,
+                      T AdapterLayer::*number) {
+  OrderedJson pattern = OrderedJson::object();
   for (const AdapterLayer& layer : layers) {
     if (layer.*number == layers.front().*number) continue;
     pattern["^" + RE2::QuoteMeta(layer.name)] = NumberOf(layer.*number);
@@ -133,30 +152,36 @@ Json PatternOf(const std::vector<AdapterLayer>& layers,
   return pattern;
 }
 
-Json StringOrNull(const std::string& text) {
-  return text.empty() ? Json(nullptr) : Json(text);
+OrderedJson StringOrNull(const std::string& text) {
+  return text.empty() ? OrderedJson(nullptr) : OrderedJson(text);
 }
 
 }  // namespace
 
 // The numbers of one kind, as PEFT resolves them.
 struct AdapterConfig::PerLayerNumber {
-  static absl::StatusOr<PerLayerNumber> Read(const Json& config,
+  static absl::StatusOr<PerLayerNumber> Read(const Document& file,
                                              const char* common_key,
                                              const char* pattern_key) {
     PerLayerNumber number;
-    const Json& common = ValueOf(config, common_key);
+    const Json& common = ValueOf(file, common_key);
     if (!common.is_number()) {
       return absl::DataLossError(absl::StrCat(common_key, " must be a number"));
     }
     number.common = common.get<double>();
-    const Json& entries = ValueOf(config, pattern_key);
+    const Json& entries = ValueOf(file, pattern_key);
     if (entries.is_null()) return number;
     if (!entries.is_object()) {
       return absl::DataLossError(
           absl::StrCat(pattern_key, " must be an object"));
     }
-    for (const auto& [key, value] : entries.items()) {
+    const auto& keys = file.keys.find(pattern_key)->second;
+    if (keys.size() > kMaxPatterns) {
+      return absl::DataLossError(absl::StrCat(pattern_key, " has more than ",
+                                              kMaxPatterns, " patterns"));
+    }
+    for (const std::string& key : keys) {
+      const Json& value = entries.at(key);
       if (!value.is_number()) {
         return absl::DataLossError(
             absl::StrCat(EntryName(pattern_key, key), " must be a number"));
@@ -181,7 +206,7 @@ struct AdapterConfig::PerLayerNumber {
 };
 
 absl::StatusOr<AdapterConfig> AdapterConfig::Parse(absl::string_view json) {
-  LORA_ASSIGN_OR_RETURN(const Json file, ParseObject(json));
+  LORA_ASSIGN_OR_RETURN(const Document file, ParseObject(json));
   if (ValueOf(file, "peft_type") != "LORA") {
     return absl::FailedPreconditionError("peft_type is not LORA");
   }
@@ -213,7 +238,7 @@ double AdapterConfig::AlphaOf(absl::string_view layer_name) const {
 absl::StatusOr<std::string> AdapterConfigJson(
     const AdapterDescription& description) {
   const std::vector<AdapterLayer>& layers = description.layers;
-  Json config;
+  OrderedJson config;
   config["peft_type"] = "LORA";
   config["task_type"] = StringOrNull(description.task_type);
   config["base_model_name_or_path"] =
@@ -233,7 +258,7 @@ absl::StatusOr<std::string> AdapterConfigJson(
   config["use_rslora"] = description.use_rslora;
   try {
     return config.dump(2) + "\n";
-  } catch (const Json::type_error&) {
+  } catch (const OrderedJson::type_error&) {
     return absl::InvalidArgumentError(
         "the name of a layer, the task_type or the base_model_name_or_path is "
         "not UTF-8, which JSON must be");

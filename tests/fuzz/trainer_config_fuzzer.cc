@@ -154,6 +154,7 @@ void CheckLogLine(const LogRecord& record) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   namespace config = ::trainer_lora::config;
+  // Once: what is logged is checked instead.
   static const config::LogSink before =
       config::SetLogSink(config::CheckLogLine);
   absl::string_view input(reinterpret_cast<const char*>(data), size);
