@@ -20,16 +20,8 @@ from typing import Any, NamedTuple
 
 # What Google Benchmark says of a case; every other number is a counter.
 _NO_COUNTERS = frozenset(
-    {
-        "cpu_time",
-        "family_index",
-        "iterations",
-        "per_family_instance_index",
-        "real_time",
-        "repetition_index",
-        "repetitions",
-        "threads",
-    }
+    ("cpu_coefficient", "cpu_time", "family_index", "iterations", "per_family_instance_index")
+    + ("real_coefficient", "real_time", "repetition_index", "repetitions", "rms", "threads")
 )
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -75,12 +67,16 @@ def format_time(value: float, unit: str) -> str:
     return f"{format_number(seconds / _SECONDS[unit])} {unit.replace('u', 'µ')}"
 
 
-def format_cell(case: dict[str, Any], name: str) -> str:
-    if name not in case:
-        return ""
-    if case.get("aggregate_unit") == "percentage":  # As a coefficient of variation is.
-        return f"{case[name]:.1%}"
-    return format_time(case[name], case["time_unit"]) if name == "real_time" else format_number(float(case[name]))
+def format_case_time(case: dict[str, Any]) -> str:
+    if case.get("error_occurred"):
+        return "error"
+    if "big_o" in case:  # A line through several cases, and how far they are from it.
+        return f"{format_time(case['real_coefficient'], case['time_unit'])} × {case['big_o']}"
+    if "rms" in case:
+        return f"{case['rms']:.1%}"
+    if case.get("aggregate_unit") == "percentage":  # Of the variation, where cases are repeated.
+        return f"{case['real_time']:.1%}"
+    return format_time(case["real_time"], case["time_unit"])
 
 
 def is_counter(name: str, value: Any) -> bool:
@@ -89,29 +85,22 @@ def is_counter(name: str, value: Any) -> bool:
 
 def run(benchmark: Benchmark, binaries: pathlib.Path, data: pathlib.Path, device: str, flags: list[str]) -> dict[str, Any]:
     """What a benchmark measured: {label, state, reason, context, cases}; state is measured, skipped or failed."""
+    result = {"label": benchmark.label, "state": "failed", "reason": "", "context": {}, "cases": []}
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder, "output.json")
-        process = subprocess.run(
-            [
-                binaries.absolute() / benchmark.path,
-                f"--device={device}",
-                f"--benchmark_out={output}",
-                "--benchmark_out_format=json",
-                *flags,
-            ],
-            cwd=data,
-            stderr=subprocess.PIPE,
-            errors="replace",
-        )
-        text = output.read_text() if output.exists() else ""
-    print(process.stderr, end="", file=sys.stderr, flush=True)
+        command = [binaries.absolute() / benchmark.path, f"--device={device}", *flags]
+        command += [f"--benchmark_out={output}", "--benchmark_out_format=json"]
+        try:
+            process = subprocess.run(command, cwd=data, stderr=subprocess.PIPE, errors="replace")
+        except OSError as error:
+            return {**result, "reason": f"does not start: {error}"}
+        print(process.stderr, end="", file=sys.stderr, flush=True)
+        try:
+            measured = json.loads(output.read_text())
+            result.update(context=measured["context"], cases=measured["benchmarks"])
+        except (OSError, ValueError, KeyError):
+            pass  # Missing, empty or cut short: nothing is measured.
     last_line = (process.stderr.strip().splitlines() or ["it said nothing"])[-1]
-
-    result = {"label": benchmark.label, "state": "failed", "reason": "", "context": {}, "cases": []}
-    try:
-        result.update(context=json.loads(text)["context"], cases=json.loads(text)["benchmarks"])
-    except (ValueError, KeyError):
-        pass  # Cut short or empty: it has measured nothing.
     measured_device = result["context"].get("device", "host")
     errors = [f"{case['name']}: {case['error_message']}" for case in result["cases"] if case.get("error_occurred")]
     if process.returncode < 0:
@@ -123,7 +112,7 @@ def run(benchmark: Benchmark, binaries: pathlib.Path, data: pathlib.Path, device
     elif not result["cases"]:
         result["reason"] = f"measured nothing: {last_line}"
         if device == "cuda" and last_line.endswith(_NO_GPU):
-            result["state"] = "skipped"
+            result.update(state="skipped", reason=last_line)
     elif measured_device not in ("host", device, f"{device}:0"):
         result["reason"] = f"asked for {device}, it measured on {measured_device}"
     else:
@@ -157,8 +146,8 @@ def format_cases(cases: list[dict[str, Any]]) -> list[str]:
     counters = list(dict.fromkeys(name for case in cases for name, value in case.items() if is_counter(name, value)))
     lines = ["| " + " | ".join(["case", "time", *counters]) + " |", "|---" * (2 + len(counters)) + "|"]
     for case in cases:
-        time = "error" if case.get("error_occurred") else format_cell(case, "real_time")
-        lines.append("| " + " | ".join([case["name"], time, *(format_cell(case, name) for name in counters)]) + " |")
+        cells = [format_number(float(case[name])) if name in case else "" for name in counters]
+        lines.append("| " + " | ".join([case["name"], format_case_time(case), *cells]) + " |")
     return lines
 
 

@@ -65,7 +65,8 @@ class RunBenchmarksTest(unittest.TestCase):
         return status, stderr.getvalue(), (output / "benchmarks.md").read_text(), report
 
     def flags_of(self, name):
-        return (self.folder / f"{name}.flags").read_text().split()
+        flags = (self.folder / f"{name}.flags").read_text().split()
+        return [flag for flag in flags if not flag.startswith("--benchmark_out")]
 
     def test_writes_a_table_of_each_benchmark(self):
         self.add(
@@ -88,6 +89,14 @@ class RunBenchmarksTest(unittest.TestCase):
         self.assertEqual([result["label"] for result in report["benchmarks"]], ["//tests:a_benchmark", "//tests:b_benchmark"])
         self.assertEqual(report["benchmarks"][1]["cases"][0]["vs_base"], 0.51234)
 
+    def test_writes_the_line_through_several_cases(self):
+        line = {"name": "BM_A_BigO", "big_o": "N", "cpu_coefficient": 3.0, "real_coefficient": 1941.4, "time_unit": "ns"}
+        self.add("a_benchmark", [case("BM_A/8", 1.0), line, {"name": "BM_A_RMS", "rms": 0.0364}])
+        _, _, markdown, _ = self.run_all()
+        self.assertIn(
+            "| case | time |\n|---|---|\n| BM_A/8 | 1 ms |\n| BM_A_BigO | 1.94 µs × N |\n| BM_A_RMS | 3.6% |\n", markdown
+        )
+
     def test_goes_on_after_a_failure_and_names_it(self):
         self.add("a_benchmark", [case("BM_A", 1.0)], stderr="first\nno memory\n", status=3)
         self.add("b_benchmark", [case("BM_B", 1.0)])
@@ -96,6 +105,15 @@ class RunBenchmarksTest(unittest.TestCase):
         self.assertIn("bench: //tests:a_benchmark failed: exit status 3: no memory\n", stderr)
         self.assertNotIn("//tests:b_benchmark", stderr)
         self.assertIn("## `//tests:a_benchmark`\n\nFailed: exit status 3: no memory\n", markdown)
+        self.assertIn("| BM_B | 1 ms |", markdown)
+
+    def test_goes_on_after_what_does_not_start(self):
+        self.add("a_benchmark")
+        self.add("b_benchmark", [case("BM_B", 1.0)])
+        (self.folder / "bin" / "tests" / "a_benchmark").unlink()
+        status, stderr, markdown, _ = self.run_all()
+        self.assertEqual(status, 1)
+        self.assertIn("bench: //tests:a_benchmark failed: does not start: ", stderr)
         self.assertIn("| BM_B | 1 ms |", markdown)
 
     def test_fails_for_a_case_with_an_error(self):
@@ -118,7 +136,7 @@ class RunBenchmarksTest(unittest.TestCase):
         self.assertEqual(status, 0)
         self.assertIn("bench: //tests:a_benchmark skipped: ", stderr)
         self.assertIn("this machine has no GPU", markdown)
-        self.assertIn("--device=cuda", self.flags_of("a_benchmark"))
+        self.assertEqual(self.flags_of("a_benchmark"), ["--device=cuda"])
 
     def test_fails_for_a_device_that_was_not_asked_for(self):
         self.add("a_benchmark", stderr="--device=cuda: nothing is measured, as this build has no CUDA\n")
@@ -131,10 +149,10 @@ class RunBenchmarksTest(unittest.TestCase):
     def test_takes_the_flags_of_smoke_tests_for_quick_runs_alone(self):
         self.add("a_benchmark", [case("BM_A", 1.0)], quick_flags=["--benchmark_min_time=0"])
         _, _, markdown, _ = self.run_all("--quick", "--", "--benchmark_filter=A")
-        self.assertEqual(self.flags_of("a_benchmark")[-2:], ["--benchmark_min_time=0", "--benchmark_filter=A"])
+        self.assertEqual(self.flags_of("a_benchmark"), ["--device=cpu", "--benchmark_min_time=0", "--benchmark_filter=A"])
         self.assertIn("its times mean nothing", markdown)
         _, _, markdown, _ = self.run_all()
-        self.assertNotIn("--benchmark_min_time=0", self.flags_of("a_benchmark"))
+        self.assertEqual(self.flags_of("a_benchmark"), ["--device=cpu"])
         self.assertNotIn("its times mean nothing", markdown)
 
     def test_runs_what_the_filter_matches(self):
