@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks the format of C++ and Bazel files, that packages depend on each other in one direction only, and that no action
-# depends on where the tree is. With --fix it formats the files before.
+# Checks the format of C++ and Bazel files, that packages depend on each other in one direction only, that each component has
+# its test and its benchmark, and that no action depends on where the tree is. With --fix it formats the files before.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -48,6 +48,9 @@ torch_free+=' + //lora:target_matcher'
 forbid_libtorch '//config/...'
 forbid_libtorch "${torch_free}"
 forbid 'filter("^@libtorch_cuda//", deps(//...))' 'a build for CPU must not fetch'
+
+# What a target lists, which fetches nothing.
+bazel query --noshow_progress --output=xml //... 2>/dev/null | python3 tools/check_components.py
 
 # Or else no other machine could run an action, or use its result. A target that is for CUDA alone has an action that fails.
 output_base="$(bazel info --noshow_progress output_base 2>/dev/null)"
