@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Checks the format of C++ and Bazel files, that targets depend on what they include and on nothing else, that packages depend on
-# each other in one direction only, that every public member has a comment, that headers compile alone, that no action depends on
-# where the tree is, and what clang-tidy says of libraries without libtorch (tools/tidy.sh checks the others). With --fix it
-# formats the files before.
+# Checks the format of C++ and Bazel files, that targets depend on what they include and on nothing else, that each component has
+# its tests and its benchmark, that packages depend on each other in one direction only, that every public member has a comment,
+# that headers compile alone, that no action depends on where the tree is, and what clang-tidy says of libraries without libtorch
+# (tools/tidy.sh checks the others). With --fix it formats the files before.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,6 +28,7 @@ fi
 
 targets="$(bazel query --noshow_progress --output=xml //... 2>/dev/null)" || { echo "lint: bazel query fails" >&2; exit 1; }
 python3 tools/check_deps.py <<<"${targets}"
+python3 tools/check_components.py <<<"${targets}"
 
 # config knows nothing of torch, distributed nothing of LoRA, no library of an example or a test, and a build for CPU nothing
 # of CUDA. `bazel query` would fetch CUDA's libraries to answer.
@@ -71,5 +72,5 @@ fi
 tools/tidy.sh --torch-free
 python3 tools/check_headers.py
 
-echo "lint: ${#cc_files[@]} C++ and ${#bazel_files[@]} Bazel files: formats, deps, directions, comments, actions, clang-tidy and" \
-  "headers are clean"
+echo "lint: ${#cc_files[@]} C++ and ${#bazel_files[@]} Bazel files: formats, deps, components, directions, comments, actions," \
+  "clang-tidy and headers are clean"
