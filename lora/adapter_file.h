@@ -62,7 +62,8 @@ struct SaveAdapterOptions {
 // weight (PiSSA, OLoRA) are written for the original one, with twice the rank.
 //   kAlreadyExists       something is at `folder`
 //   kInvalidArgument     layouts don't fit the model, or there is none for a
-//                        layer that is split over ranks
+//                        layer that is split over ranks; a text of the options
+//                        is not UTF-8
 //   kFailedPrecondition  the model has no adapter; a factor is on the meta
 //                        device, or of another shape than its layout says; the
 //                        ranks differ in what they save
