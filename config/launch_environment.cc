@@ -14,6 +14,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "config/internal/fnv1a.h"
+#include "config/internal/message_text.h"
 #include "config/internal/status_macros.h"
 
 namespace trainer_lora::config {
@@ -79,9 +80,9 @@ const LauncherVariables& Slurm() {
 
 absl::Status BadVariable(const Variable& variable,
                          const std::string& expected) {
-  return absl::InvalidArgumentError(
+  return absl::InvalidArgumentError(Printable(
       absl::StrCat("the launcher's environment variable ", variable.name,
-                   " must be ", expected, ", got \"", variable.value, "\""));
+                   " must be ", expected, ", got \"", variable.value, "\"")));
 }
 
 // The variable's value as an integer from `min` to `max`.
@@ -211,7 +212,7 @@ class LaunchReader {
   absl::Status CheckComplete(const LauncherVariables& variables) const {
     std::vector<std::string> wanted, set, missing;
     for (const Names& names : variables.All()) {
-      wanted.push_back(names.front());
+      wanted.emplace_back(names.front());
       if (const std::optional<Variable> found = Find(names)) {
         set.push_back(absl::StrCat(found->name, "=", found->value));
       } else {
@@ -222,11 +223,11 @@ class LaunchReader {
     if (set.empty()) {  // Only this told that there is a launcher.
       set.push_back(absl::StrCat("SLURM_STEP_ID=", *lookup_("SLURM_STEP_ID")));
     }
-    return absl::InvalidArgumentError(absl::StrCat(
+    return absl::InvalidArgumentError(Printable(absl::StrCat(
         "the launcher's environment is incomplete: ", absl::StrJoin(set, ", "),
         " but no ", absl::StrJoin(missing, ", "), "; a launcher must set ",
         absl::StrJoin(wanted, ", "), " (", variables.program,
-        " does), and a single process needs none of them"));
+        " does), and a single process needs none of them")));
   }
 
   absl::Status ReadPlace(const LauncherVariables& variables) {

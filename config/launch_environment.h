@@ -45,17 +45,22 @@ const char* LauncherName(Launcher launcher);
 
 // Without a launcher: a single process, rank 0 of 1, and no master.
 struct LaunchEnvironment {
+  // Who started this process.
   Launcher launcher = Launcher::kNone;
 
-  // This process in the job and on its host. 0 <= rank < world_size, the same
-  // for the local ones, and local_world_size <= world_size.
+  // This process in the job: in [0, world_size).
   int rank = 0;
+  // This process on its host: in [0, local_world_size).
   int local_rank = 0;
+  // The processes of the job.
   int world_size = 1;
+  // Those of them that are on this host, at most world_size.
   int local_world_size = 1;
 
-  // Where the ranks meet; empty and 0 without a launcher.
+  // Where the ranks meet, as a host name or an address; empty without a
+  // launcher.
   std::string master_addr;
+  // The TCP port there; 0 without a launcher.
   uint16_t master_port = 0;
 
   // torchrun's agent already serves the store at the master's address

@@ -23,15 +23,20 @@
 
 namespace trainer_lora::config {
 
+// From the least to the most important.
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 
 // Cheap to copy, safe to use from any thread at any time, static destructors
 // included. A line is written and flushed before the call returns.
 class Logger {
  public:
+  // For whoever looks for a fault: not written unless asked for.
   void Debug(absl::string_view message) const;
+  // What a run does.
   void Info(absl::string_view message) const;
+  // What is hardly meant so, with which the run goes on.
   void Warning(absl::string_view message) const;
+  // What failed.
   void Error(absl::string_view message) const;
 
  private:
@@ -46,12 +51,17 @@ class Logger {
 // rank 0, an unknown level as info, each with one warning.
 Logger InitLogger(absl::string_view name);
 
+// A line, without what stderr shows before it.
 struct LogRecord {
+  // The level that it was logged at.
   LogLevel level;
+  // The name that InitLogger() got.
   std::string logger;
+  // The text.
   std::string message;
 };
 
+// Takes log lines; see SetLogSink().
 using LogSink = std::function<void(const LogRecord&)>;
 
 // Sends the lines that pass level and rank to `sink` and no longer to stderr;

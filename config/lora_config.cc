@@ -16,6 +16,7 @@
 #include "config/name_pattern.h"
 #include "config/yaml_reader.h"
 #include "config/yaml_writer.h"
+#include "yaml-cpp/yaml.h"
 
 namespace trainer_lora::config {
 namespace {

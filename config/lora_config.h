@@ -93,10 +93,13 @@ enum class BiasTraining {
 
 // The layers (blocks) of a model with these indices, both ends included.
 struct LayerRange {
+  // The smallest index, not negative.
   int64_t first = 0;
+  // The largest index, not below `first`.
   int64_t last = 0;
 };
 
+// Field by field.
 inline bool operator==(const LayerRange& a, const LayerRange& b) {
   return a.first == b.first && a.last == b.last;
 }
@@ -107,7 +110,9 @@ inline bool operator!=(const LayerRange& a, const LayerRange& b) {
 // As YAML has it: "8-11", or "3" for a range of one.
 std::string ToString(const LayerRange& range);
 
+// The values of a `lora` block.
 struct LoraConfig {
+  // Whether the role is trained with LoRA; if not, the rest has no effect.
   bool enable = false;
   // The inner dimension of the adapters, from 1 to 2^31 - 1. Needed when
   // enabled.
@@ -121,6 +126,8 @@ struct LoraConfig {
   std::optional<std::vector<std::string>> target_modules;
   // The modules that are left alone all the same; none is empty.
   std::vector<std::string> exclude_modules = {};
+  // How targets, exclusions and the patterns of rank_pattern and alpha_pattern
+  // match the name of a module.
   TargetMatching target_matching = TargetMatching::kSubstring;
   // Of the modules to adapt, those in these layers alone: at least one range,
   // from 0 on, none of which overlap. Unset: all layers. A layer's index is the
@@ -131,9 +138,10 @@ struct LoraConfig {
   // lists of modules, such as blocks or transformer.h; the first of them that a
   // name has counts. None is empty. Only with layers_to_transform.
   std::vector<std::string> layers_pattern = {};
-  // Another rank or alpha for some of the layers, as (pattern, value). The
-  // first pattern that matches counts. The values are as rank and alpha are.
+  // Another rank for some of the layers, as (pattern, rank). The first pattern
+  // that matches counts. A rank is as `rank` is.
   std::vector<std::pair<std::string, int64_t>> rank_pattern = {};
+  // Another alpha for some of the layers, as (pattern, alpha), likewise.
   std::vector<std::pair<std::string, double>> alpha_pattern = {};
   // Scales by alpha / sqrt(rank), which keeps adapters of a high rank learning
   // (rsLoRA: Kalajdzievski, 2023, arXiv 2312.03732).
@@ -144,8 +152,11 @@ struct LoraConfig {
   // The probability with which an element of the adapter's input is dropped in
   // training, from 0 to below 1.
   double dropout = 0;
+  // The biases to train beside the adapters.
   BiasTraining bias = BiasTraining::kNone;
+  // The type of the adapters' parameters.
   AdapterDtype adapter_dtype = AdapterDtype::kBase;
+  // How the adapters start.
   AdapterInitialization initialization = AdapterInitialization::kDefault;
   // Of the initial values; not negative.
   int64_t seed = 0;

@@ -5,6 +5,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "config/internal/message_text.h"
 #include "config/internal/status_macros.h"
 #include "re2/re2.h"
 
@@ -58,7 +59,9 @@ absl::StatusOr<std::shared_ptr<const RE2>> Compile(const std::string& regex) {
   RE2::Options options(RE2::Quiet);
   options.set_dot_nl(true);
   auto compiled = std::make_shared<const RE2>(regex, options);
-  if (!compiled->ok()) return absl::InvalidArgumentError(compiled->error());
+  if (!compiled->ok()) {
+    return absl::InvalidArgumentError(Printable(compiled->error()));
+  }
   return compiled;
 }
 

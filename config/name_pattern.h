@@ -37,18 +37,22 @@ enum class TargetMatching {
   kRegex,
 };
 
-// An immutable pattern; cheap to copy, safe to share between threads. Matching
-// takes time linear in the name, whatever the pattern.
+// An immutable pattern, for names in UTF-8; cheap to copy, safe to share
+// between threads. Matching takes time linear in the name, whatever the
+// pattern.
 class NamePattern {
  public:
   // kInvalidArgument, with the reason, for an empty pattern, which would match
-  // everything or nothing, a glob with an unclosed [, and a regular expression
-  // that RE2 refuses.
+  // everything or nothing, a glob with an unclosed [ or a range that ends
+  // before it begins, and whatever RE2 refuses, such as text that is not UTF-8.
   static absl::StatusOr<NamePattern> Create(absl::string_view text,
                                             TargetMatching matching);
 
+  // Whether it matches `name`, as its TargetMatching says. Takes time linear in
+  // the name, whatever the pattern.
   bool Matches(absl::string_view name) const;
 
+  // As given to Create().
   const std::string& text() const { return text_; }
 
  private:

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "config/internal/message_text.h"
 #include "config/internal/status_macros.h"
 #include "config/yaml_overrides.h"
 #include "config/yaml_reader.h"
@@ -46,7 +47,8 @@ RoleConfig ReadRole(const YamlMapping::Entry& entry, YamlErrors* errors) {
   RoleConfig role;
   role.name = entry.key;
   role.node = entry.value;
-  const std::string path = absl::StrCat("models.", role.name);
+  const std::string path =
+      absl::StrCat("models.", Printable(Shorten(role.name)));
   YamlMapping mapping(entry.value, path, errors);
   mapping.Read("trainable", &role.trainable);
   const YAML::Node trainable = mapping.ReadNode("trainable");

@@ -34,7 +34,9 @@ namespace trainer_lora::config {
 
 // One entry of `models`, such as student, teacher or critic.
 struct RoleConfig {
+  // Its key in `models`.
   std::string name;
+  // Whether the role is trained: what its key `trainable` says, if it is there.
   bool trainable = true;
   // Unset without a `lora` block; check `enable` otherwise.
   std::optional<LoraConfig> lora;
@@ -42,6 +44,7 @@ struct RoleConfig {
   YAML::Node node;
 };
 
+// The file as a whole.
 struct TrainerConfig {
   // Reads the file at `path`, which messages call it by. `overrides` (see
   // yaml_overrides.h) count as if the file said so, after its merge keys; a

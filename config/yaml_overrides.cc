@@ -124,13 +124,13 @@ class Override {
 
   absl::Status NoMapping(const YAML::Node& node, size_t depth) const {
     const std::string path =
-        absl::StrJoin(path_.begin(), path_.begin() + depth, ".");
+        Printable(absl::StrJoin(path_.begin(), path_.begin() + depth, "."));
     if (node.IsSequence()) {
       return absl::InvalidArgumentError(absl::StrCat(
           path, " is a list: replace the list as a whole, ", path, "=[...]"));
     }
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, " has no keys: it is ", DescribeYaml(node)));
+    return absl::InvalidArgumentError(absl::StrCat(
+        path, " has no keys: it is ", Printable(DescribeYaml(node))));
   }
 
   absl::Status NoSuchKey(const YAML::Node& node) const {
@@ -139,9 +139,9 @@ class Override {
     for (const auto& entry : node) {
       if (entry.first.IsScalar()) known.push_back(entry.first.Scalar());
     }
-    return absl::InvalidArgumentError(absl::StrCat(
+    return absl::InvalidArgumentError(Printable(absl::StrCat(
         path_[0], " has no ", key, DidYouMean(key, known), "; it has ",
-        known.empty() ? "nothing" : absl::StrJoin(known, ", ")));
+        known.empty() ? "nothing" : absl::StrJoin(known, ", "))));
   }
 
   int first_line_ = 0;
@@ -172,7 +172,11 @@ YAML::Node ApplyOverrides(const YAML::Node& root,
     if (applied.ok()) {
       result.reset(*applied);
     } else {
-      errors->Add(mark, applied.status().message());
+      // One problem a line.
+      for (const absl::string_view problem :
+           absl::StrSplit(applied.status().message(), '\n')) {
+        errors->Add(mark, problem);
+      }
     }
     line += 1 + std::count(text.begin(), text.end(), '\n');
   }

@@ -7,7 +7,11 @@
 // The path is the keys from the root on, with dots between them; the value
 // after the first = is YAML, by the rules of the file, and none at all is null.
 // A mapping that is missing on the way is made; a key that is there keeps its
-// place.
+// place. TrainerConfig::Load() takes such overrides; for other files:
+//
+//   YamlErrors errors("other.yaml");
+//   root = ApplyOverrides(root, {"steps=100"}, /*file_lines=*/12,
+//                         /*closed_mapping=*/"", &errors);
 #ifndef TRAINER_LORA_CONFIG_YAML_OVERRIDES_H_
 #define TRAINER_LORA_CONFIG_YAML_OVERRIDES_H_
 

@@ -185,7 +185,7 @@ class TreeNormalizer {
   explicit TreeNormalizer(YamlErrors* errors) : errors_(errors) {}
 
   // The error is one that leaves no sense in going on; others are collected.
-  absl::Status Visit(YAML::Node node, int depth = 0) {
+  absl::Status Visit(const YAML::Node& node, int depth = 0) {
     LORA_RETURN_IF_ERROR(Count(node.Mark()));
     if (depth > kMaxDepth) {
       return Fatal(node.Mark(),
@@ -259,31 +259,6 @@ class TreeNormalizer {
 };
 
 // --- Text ------------------------------------------------------------------
-
-// Bytes of the UTF-8 character that `text` starts with, 0 if it isn't one.
-size_t Utf8CharacterSize(absl::string_view text) {
-  const auto byte = [&](size_t i) -> unsigned {
-    return i < text.size() ? static_cast<unsigned char>(text[i]) : 0;
-  };
-  const auto in = [&](size_t i, unsigned min, unsigned max) {
-    return byte(i) >= min && byte(i) <= max;
-  };
-  const auto tail = [&](size_t i) { return in(i, 0x80, 0xBF); };
-  if (byte(0) < 0x80) return 1;
-  if (in(0, 0xC2, 0xDF)) return tail(1) ? 2 : 0;
-  // Not overlong (E0, F0), no surrogates (ED), not above U+10FFFF (F4).
-  if (in(0, 0xE0, 0xEF)) {
-    const unsigned min = byte(0) == 0xE0 ? 0xA0 : 0x80;
-    const unsigned max = byte(0) == 0xED ? 0x9F : 0xBF;
-    return in(1, min, max) && tail(2) ? 3 : 0;
-  }
-  if (in(0, 0xF0, 0xF4)) {
-    const unsigned min = byte(0) == 0xF0 ? 0x90 : 0x80;
-    const unsigned max = byte(0) == 0xF4 ? 0x8F : 0xBF;
-    return in(1, min, max) && tail(2) && tail(3) ? 4 : 0;
-  }
-  return 0;
-}
 
 // YAML text is UTF-8 without control characters. yaml-cpp would replace the
 // first and take some of the second (U+0004) for the end of the file.
@@ -469,7 +444,7 @@ bool IsYamlString(const YAML::Node& node) {
 }
 
 void YamlErrors::AddSource(int first_line, absl::string_view source) {
-  sources_[first_line] = std::string(source);
+  sources_[first_line] = Printable(source);
 }
 
 bool YamlErrors::IsInFile(const YAML::Mark& mark) const {
@@ -487,13 +462,14 @@ void YamlErrors::Add(const YAML::Mark& mark, absl::string_view message) {
 
 std::string YamlErrors::Locate(const YAML::Mark& mark,
                                absl::string_view message) const {
+  const std::string line = Printable(message);
   if (const std::string* source = SourceOf(mark)) {
-    return absl::StrCat(*source, ": ", message);
+    return absl::StrCat(*source, ": ", line);
   }
-  if (file_.empty()) return std::string(message);
-  if (mark.is_null()) return absl::StrCat(file_, ": ", message);
+  if (file_.empty()) return line;
+  if (mark.is_null()) return absl::StrCat(file_, ": ", line);
   return absl::StrCat(file_, ":", mark.line + 1, ":", mark.column + 1, ": ",
-                      message);
+                      line);
 }
 
 absl::Status YamlErrors::ToStatus() const {

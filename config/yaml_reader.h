@@ -81,15 +81,18 @@ class YamlErrors {
   // what ParseYamlAt parsed.
   void AddSource(int first_line, absl::string_view source);
 
+  // Adds a problem at a position; Locate() says how its line begins.
   void Add(const YAML::Mark& mark, absl::string_view message);
 
-  // The message after "file:line:column: ", or "file: " without a position;
-  // after "source: " for a line that belongs to a source.
+  // The message, on one line whatever it quotes, after "file:line:column: ", or
+  // "file: " without a position; after "source: " for a line that belongs to a
+  // source.
   std::string Locate(const YAML::Mark& mark, absl::string_view message) const;
 
   // Whether messages about the position have a line of the file.
   bool IsInFile(const YAML::Mark& mark) const;
 
+  // The number of problems so far.
   size_t size() const { return errors_.size(); }
 
   // Ok without errors; otherwise kInvalidArgument with one line an error, in
@@ -114,9 +117,13 @@ class YamlErrors {
 // leaves its variable as it is, and so does one with an error. Not thread-safe.
 class YamlMapping {
  public:
+  // A field.
   struct Entry {
+    // The name of the field, without that of the mapping.
     std::string key;
-    YAML::Mark mark;  // Of the key.
+    // Where the key is.
+    YAML::Mark mark;
+    // Any node, null included; shares its tree with the others.
     YAML::Node value;
   };
 
@@ -126,20 +133,20 @@ class YamlMapping {
   YamlMapping(const YAML::Node& node, absl::string_view path,
               YamlErrors* errors);
 
-  // Each reads one field; `expected` completes "<field> must be …" when the
-  // value is of another type.
+  // This and those below each read one field; `expected` completes "<field>
+  // must be …" when the value is of another type.
   //
-  // bool: true, false, and YAML 1.1's yes, no, on, off, unquoted.
+  // A boolean: true, false, and YAML 1.1's yes, no, on, off, unquoted.
   void Read(absl::string_view key, bool* value,
             absl::string_view expected = "true or false without quotes");
-  // Integers and numbers are decimal and may be quoted; 16.0 and 1e3 are
-  // integers. Not accepted: 010 (8 to some readers of YAML, 10 to others), .inf
-  // and .nan.
+  // An integer: decimal, may be quoted, and also written as 16.0 or 1e3. Not
+  // accepted: 010 (8 to some readers of YAML, 10 to others).
   void Read(absl::string_view key, int64_t* value,
             absl::string_view expected = "an integer");
+  // A finite number: decimal, may be quoted. Not accepted: .inf and .nan.
   void Read(absl::string_view key, double* value,
             absl::string_view expected = "a number");
-  // An unquoted number or boolean isn't a string.
+  // A string; an unquoted number or boolean isn't one.
   void Read(absl::string_view key, std::string* value,
             absl::string_view expected = "a string");
   // A list of strings that aren't empty, or such a string alone.
@@ -151,11 +158,12 @@ class YamlMapping {
   void Read(absl::string_view key,
             std::vector<std::pair<int64_t, int64_t>>* value,
             absl::string_view expected = "a list of integers and ranges");
-  // A mapping from text that isn't empty to numbers, in the order of the file;
-  // `expected` is what each number must be.
+  // A mapping from text that isn't empty to integers, in the order of the file;
+  // `expected` is what each integer must be.
   void Read(absl::string_view key,
             std::vector<std::pair<std::string, int64_t>>* value,
             absl::string_view expected = "an integer");
+  // The same of finite numbers.
   void Read(absl::string_view key,
             std::vector<std::pair<std::string, double>>* value,
             absl::string_view expected = "a number");
@@ -168,6 +176,8 @@ class YamlMapping {
       *value = words[*i].second;
     }
   }
+  // A field of one of these types for a variable that may stay unset, with what
+  // that type takes for `expected`.
   template <typename T, typename... Expected>
   void Read(absl::string_view key, std::optional<T>* value,
             Expected... expected) {
@@ -194,10 +204,10 @@ class YamlMapping {
   void Refuse(absl::string_view key, absl::string_view expected);
 
   // The same about element `i` of the list or the mapping under `key`, or about
-  // its only value if it is neither; `remark` comes last. RefuseElementKey is
-  // about the key of that element of a mapping.
+  // its only value if it is neither; `remark` comes last.
   void RefuseElement(absl::string_view key, size_t i,
                      absl::string_view expected, absl::string_view remark = "");
+  // The same about the key of element `i` of the mapping under `key`.
   void RefuseElementKey(absl::string_view key, size_t i,
                         absl::string_view expected,
                         absl::string_view remark = "");

@@ -7,6 +7,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
 #include "config/yaml_reader.h"
 #include "yaml-cpp/null.h"
 
@@ -16,13 +17,21 @@ namespace {
 // YAML's parsers find a key only in front of a colon that is near.
 constexpr size_t kMaxShortKeyBytes = 128;
 
-// A tag that isn't one of YAML's own types, which the text says anyway.
+// Whether the node is taken for one of this type of YAML's without its tag, if
+// strings are quoted.
+bool SaysType(const YAML::Node& node, absl::string_view type) {
+  if (node.IsMap()) return type == "map";
+  if (node.IsSequence()) return type == "seq";
+  return type == "str" || type == "int" || type == "float" || type == "bool";
+}
+
+// A tag that has to be written: of an application, or a type such as !!binary.
 std::string ForeignTag(const YAML::Node& node) {
   const std::string& tag = node.Tag();
-  if (tag == "?" || tag == "!" || absl::StartsWith(tag, "tag:yaml.org,2002:")) {
-    return "";
-  }
-  return tag;
+  if (tag == "?" || tag == "!") return "";
+  absl::string_view type = tag;
+  const bool is_yaml_type = absl::ConsumePrefix(&type, "tag:yaml.org,2002:");
+  return is_yaml_type && SaysType(node, type) ? "" : tag;
 }
 
 bool IsQuoted(const YAML::Node& scalar) {

@@ -21,8 +21,9 @@ namespace trainer_lora::config {
 // at each place; comments are not kept.
 std::string WriteYaml(const YAML::Node& root);
 
-// Nodes that are read as exactly this value.
+// A node that is read as exactly this text.
 YAML::Node YamlString(absl::string_view text);
+// A node that is read as exactly this number.
 YAML::Node YamlNumber(double number);
 
 // Whether two trees read the same: equal values of the same type, elements and

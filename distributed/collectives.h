@@ -13,6 +13,7 @@
 
 namespace trainer_lora::distributed {
 
+// What becomes of the ranks' values.
 enum class ReduceOp { kSum, kMax };
 
 // The sum or the largest of every rank's `value`, the same bits on every rank.

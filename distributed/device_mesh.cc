@@ -112,7 +112,8 @@ absl::StatusOr<std::shared_ptr<const DeviceMesh>> DeviceMesh::Create(
 }
 
 absl::StatusOr<std::shared_ptr<const DeviceMesh>> DeviceMesh::Create(
-    c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<MeshDim> dims,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const std::vector<MeshDim>& dims,
     const std::vector<std::vector<std::string>>& flattened) {
   LORA_RETURN_IF_ERROR(CheckGroup(group));
   absl::Status local_check = CheckDims(dims, group->getSize());

@@ -33,6 +33,7 @@ class ProcessGroup;
 
 namespace trainer_lora::distributed {
 
+// A dimension of a mesh.
 struct MeshDim {
   // Letters, digits, '_' and '-'; each name is there once in a mesh.
   std::string name;
@@ -70,7 +71,8 @@ class DeviceMesh {
   //   kUnimplemented       the group has other backends than gloo and nccl
   //   kUnavailable, kDeadlineExceeded  a peer is lost or does not answer
   static absl::StatusOr<std::shared_ptr<const DeviceMesh>> Create(
-      c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<MeshDim> dims,
+      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      const std::vector<MeshDim>& dims,
       const std::vector<std::vector<std::string>>& flattened = {});
 
   ~DeviceMesh();

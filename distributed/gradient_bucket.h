@@ -30,13 +30,16 @@ namespace trainer_lora::distributed {
 // What gradients must have in common to lie in one buffer. The strings mean
 // nothing here: equal ones are the same.
 struct GradientBucketKey {
-  // The ranks over which the gradient is averaged and those over which it is
-  // summed, such as the names of mesh dimensions. Empty for none.
+  // The ranks over which the gradient is averaged, such as the names of mesh
+  // dimensions. Empty for none.
   std::string average_over;
+  // Those over which it is summed, likewise.
   std::string sum_over;
+  // The type of an element, such as Float.
   std::string dtype;
   // The bytes of an element of `dtype`: 1, 2, 4, 8 or 16.
   int64_t element_size = 0;
+  // Where the buffer is, such as cpu or cuda:0.
   std::string device;
 };
 
@@ -46,6 +49,7 @@ struct GradientSpec {
   std::string name;
   // The number of elements, which may be 0.
   int64_t numel = 0;
+  // It lies with others of the same key.
   GradientBucketKey key;
 };
 
@@ -53,13 +57,17 @@ struct GradientSpec {
 struct GradientSlice {
   // The index of the GradientSpec.
   int64_t index = 0;
+  // In elements.
   int64_t offset = 0;
+  // The elements of the gradient, without the padding behind it.
   int64_t numel = 0;
+  // That of the GradientSpec.
   std::string name;
 };
 
 // One buffer.
 struct GradientBucket {
+  // What all of its gradients have in common.
   GradientBucketKey key;
   // In elements, with the padding after each slice. Whoever makes the buffer
   // fills it with zeros, so that the padding adds nothing to a sum or norm.
@@ -68,6 +76,7 @@ struct GradientBucket {
   std::vector<GradientSlice> slices;
 };
 
+// All buffers.
 struct GradientBucketPlan {
   // In the order in which their reductions start: the same on every rank, as
   // the ranks would else wait for each other.

@@ -14,7 +14,9 @@
 //     // clip, optimizer step
 //   }
 //
-// ReduceGradients() does the same once, and keeps nothing.
+// ReduceGradients() does the same once, and keeps nothing. Profilers see the
+// range `trainer_lora::gradient_sync`, and `trainer_lora::gradient_sync::start`
+// and `trainer_lora::gradient_sync::finish` of each buffer.
 //
 // All of these are collective over the whole mesh: every rank calls them in the
 // same order, even if it has no parameter. Where the ranks' parameters differ,
@@ -50,14 +52,17 @@
 
 namespace trainer_lora::distributed {
 
+// A parameter, and how it lies on a mesh.
 struct DistributedParameter {
   // The same on every rank.
   std::string name;
   // A handle to this rank's parameter.
   at::Tensor parameter;
+  // Where it lies, and what makes its gradient complete. Valid.
   ParameterLayout layout;
 };
 
+// How gradients are reduced: the same on every rank.
 struct GradientSyncOptions {
   // The gradients lie in buffers of at most this size (distributed/
   // gradient_bucket.h), each of which is one collective.
@@ -76,9 +81,11 @@ struct GradientSyncOptions {
 
 // What the last Sync() did on this rank.
 struct GradientSyncStatistics {
+  // Whose gradients were made complete: what Sync() returned.
   int64_t parameters = 0;
   // The sum over the collectives of what this rank passed to each.
   int64_t bytes = 0;
+  // Those that reduced a buffer.
   int64_t collectives = 0;
   // Buffers whose reduction started during the backward pass.
   int64_t overlapped_buckets = 0;
@@ -144,6 +151,7 @@ class GradientSync {
   // While one lives, backward passes accumulate alone, and start no reduction.
   class NoSyncScope {
    public:
+    // `sync` must outlive the scope.
     explicit NoSyncScope(GradientSync& sync);
     ~NoSyncScope();
     NoSyncScope(const NoSyncScope&) = delete;
@@ -153,6 +161,7 @@ class GradientSync {
     GradientSync& sync_;
   };
 
+  // Of the last Sync(); zero before the first.
   const GradientSyncStatistics& statistics() const;
 
   // The buffers, as GradientBucketPlan prints them.

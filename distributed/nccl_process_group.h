@@ -36,6 +36,7 @@ class ProcessGroup;
 
 namespace trainer_lora::distributed {
 
+// How a rank uses NCCL.
 struct NcclOptions {
   // Runs collectives on a stream of high priority, so that one which becomes
   // ready does not wait behind the kernels of a backward pass.

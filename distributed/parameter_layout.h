@@ -5,9 +5,8 @@
 //   layout.placements[0].is_replicate();           // true
 //   layout.ReducedDims(GradientReduction::kAverage);  // {0}
 //
-//   // The weight of q, k and v over 4 tensor parallel ranks, where k and v
-//   have
-//   // 2 heads of 64: ranks 0 and 1 hold the first of each, 2 and 3 the second.
+//   // The weight of q, k and v over 4 tensor parallel ranks. k and v have 2
+//   // heads of 64: ranks 0 and 1 hold the first of each, 2 and 3 the second.
 //   ParameterLayout qkv{mesh, {Placement::Shard(0)},
 //                       {{512}, {128, /*replicas=*/2}, {128, 2}}};
 #ifndef TRAINER_LORA_DISTRIBUTED_PARAMETER_LAYOUT_H_
@@ -63,6 +62,7 @@ struct ParameterLayout {
   // followed by " in parts 512, 128 x 2, 128 x 2". `mesh` must not be null.
   std::string ToString() const;
 
+  // Over whose ranks it lies.
   std::shared_ptr<const DeviceMesh> mesh;
   // As many as the mesh has dimensions.
   std::vector<Placement> placements;

@@ -32,20 +32,23 @@ enum class GradientReduction {
 // average, sum or neither, never two of them. A value.
 class Placement {
  public:
+  // All of the tensor on every rank.
   static Placement Replicate(
       GradientReduction reduction = GradientReduction::kAverage) {
     return Placement(-1, reduction);
   }
-  // `dim` is a tensor dimension, counted from 0. Ranks hold the chunks of
-  // ChunkOf. Where several mesh dimensions shard one tensor dimension, the
+  // A chunk of tensor dimension `dim`, counted from 0, on each rank, as ChunkOf
+  // cuts them. Where several mesh dimensions shard one tensor dimension, the
   // later ones chunk the chunks of the earlier ones.
   static Placement Shard(int64_t dim) {
     return Placement(dim, GradientReduction::kNone);
   }
 
+  // Whether every rank holds all of the tensor.
   bool is_replicate() const { return shard_dim_ < 0; }
   // The tensor dimension that is sharded; -1 for Replicate.
   int64_t shard_dim() const { return shard_dim_; }
+  // What makes its gradient complete over the mesh dimension.
   GradientReduction gradient_reduction() const { return reduction_; }
 
   // Such as "Replicate(average)", "Replicate(sum)", "Replicate(none)" or
@@ -62,7 +65,9 @@ class Placement {
 
 // A run of indices of one tensor dimension: [offset, offset + size).
 struct Chunk {
+  // The first index.
   int64_t offset = 0;
+  // The number of indices; may be 0.
   int64_t size = 0;
 };
 

@@ -27,6 +27,7 @@
 
 namespace trainer_lora::distributed {
 
+// How a rank joins.
 struct ProcessGroupOptions {
   // How long a rank waits for the others, in the start and in each collective.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);

@@ -42,7 +42,9 @@ struct StateLayout {
   // parts don't fit the shape.
   absl::Status Validate() const;
 
+  // The shape of the whole tensor.
   std::vector<int64_t> global_shape;
+  // How it is spread.
   ParameterLayout layout;
 };
 

@@ -31,14 +31,18 @@ struct TensorSlice {
   // Such as "[6:9, 0:6]".
   std::string ToString() const;
 
+  // Whether both are the same part.
   friend bool operator==(const TensorSlice& a, const TensorSlice& b) {
     return a.offsets == b.offsets && a.sizes == b.sizes;
   }
+  // By offsets, then by sizes: an order for maps.
   friend bool operator<(const TensorSlice& a, const TensorSlice& b) {
     return std::tie(a.offsets, a.sizes) < std::tie(b.offsets, b.sizes);
   }
 
+  // Where the part begins, an index a dimension of the tensor.
   std::vector<int64_t> offsets;
+  // Its shape.
   std::vector<int64_t> sizes;
 };
 
@@ -58,6 +62,7 @@ std::vector<int64_t> ConcatenatedShape(absl::Span<const TensorSlice> slices);
 
 // Some of the rows that a rank holds.
 struct HeldRows {
+  // The rows, and what the rank has of the other dimensions.
   TensorSlice slice;
   int64_t local_row;  // Where they begin in the rank's own tensor.
 };

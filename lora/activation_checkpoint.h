@@ -34,6 +34,7 @@
 
 namespace trainer_lora::lora {
 
+// How the function is run again.
 struct CheckpointOptions {
   // Whether the function draws the same random numbers again: those of the
   // default generators of the CPU and of the inputs' devices. It takes a copy

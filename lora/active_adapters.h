@@ -1,15 +1,21 @@
 // Which of a model's adapters are in use: one, a weighted sum, or none.
 //
 //   // Two adapters, the second of which trains with the first left alone:
-//   EnableLoraTraining(*model, style_config);
-//   EnableLoraTraining(*model, subject_config, {.adapter_name = "subject"});
+//   LoraTrainingOptions options;
+//   LORA_RETURN_IF_ERROR(
+//       EnableLoraTraining(*model, style_config, options).status());
+//   options.adapter_name = "subject";
+//   LORA_RETURN_IF_ERROR(
+//       EnableLoraTraining(*model, subject_config, options).status());
+//   // Both at once:
 //   LORA_RETURN_IF_ERROR(SetActiveAdapters(
 //       *model, {{kDefaultAdapter, 0.7}, {"subject", 0.3}}));
 //   {
 //     // The base model, as the reference of a preference loss or the teacher
 //     // of a distillation.
-//     LORA_ASSIGN_OR_RETURN(auto scope, ActiveAdaptersScope::Create(*model,
-//     {})); reference = model->forward(input);
+//     LORA_ASSIGN_OR_RETURN(auto base,
+//                           ActiveAdaptersScope::Create(*model, {}));
+//     reference = model->forward(input);
 //   }
 #ifndef TRAINER_LORA_LORA_ACTIVE_ADAPTERS_H_
 #define TRAINER_LORA_LORA_ACTIVE_ADAPTERS_H_

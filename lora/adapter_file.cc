@@ -3,11 +3,11 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
 #include <set>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -23,20 +23,19 @@
 #include "distributed/checkpoint/internal/guarded_step.h"
 #include "distributed/checkpoint/internal/model_state.h"
 #include "distributed/checkpoint/internal/new_folder.h"
+#include "distributed/checkpoint/internal/read_file.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "distributed/checkpoint/torch_dtype.h"
 #include "distributed/internal/rank_agreement.h"
 #include "distributed/tensor_slice.h"
+#include "lora/internal/adapter_config.h"
 #include "lora/layer_replacement.h"
 #include "lora/lora_adapter.h"
-#include "nlohmann/json.hpp"
-#include "re2/re2.h"
 #include "torch/nn/module.h"
 
 namespace trainer_lora::lora {
 namespace {
 
-using Json = nlohmann::ordered_json;
 using ::trainer_lora::distributed::DeviceMesh;
 using ::trainer_lora::distributed::internal::AgreedStep;
 using ::trainer_lora::distributed::internal::ModelTensor;
@@ -82,18 +81,6 @@ FileTensor ToFile(const std::string& layer_name, std::string name,
   }
   return {absl::StrCat("base_model.model.", layer_name, ".", name),
           std::move(shape), std::move(parameter)};
-}
-
-const char* BiasName(config::BiasTraining bias) {
-  switch (bias) {
-    case config::BiasTraining::kNone:
-      return "none";
-    case config::BiasTraining::kLoraOnly:
-      return "lora_only";
-    case config::BiasTraining::kAll:
-      return "all";
-  }
-  return "none";
 }
 
 // An adapter that starts from its base weight, as one for the original weight:
@@ -228,66 +215,20 @@ absl::StatusOr<Adapters> CollectAdapters(
   return adapters;
 }
 
-// PEFT matches a list of names as suffixes, and would adapt `b.a.q` for `a.q`;
-// a string is a regular expression for the full name.
-std::string ExactTargetPattern(const std::vector<AdapterEntry>& layers) {
-  return absl::StrJoin(layers, "|",
-                       [](std::string* out, const AdapterEntry& layer) {
-                         out->append(RE2::QuoteMeta(layer.layer_name));
-                       });
-}
-
-// PEFT's own type for alpha is an integer; a fraction works all the same.
-Json NumberOf(double value) {
-  if (value == std::floor(value) && value < 1e15) {
-    return static_cast<int64_t>(value);
+internal::AdapterDescription Describe(const Adapters& adapters,
+                                      const SaveAdapterOptions& options) {
+  internal::AdapterDescription description;
+  for (const AdapterEntry& layer : adapters.layers) {
+    description.layers.push_back(
+        {layer.layer_name, layer.options.rank, layer.options.alpha});
   }
-  return value;
-}
-
-// A rank_pattern or alpha_pattern: what the layers have that `common` does not
-// say. PEFT lets a key match at the end of a name, so each is anchored.
-Json PatternOf(const std::vector<AdapterEntry>& layers, double common,
-               double (*value_of)(const AdapterEntry&)) {
-  Json pattern = Json::object();
-  for (const AdapterEntry& layer : layers) {
-    if (value_of(layer) == common) continue;
-    pattern["^" + RE2::QuoteMeta(layer.layer_name)] = NumberOf(value_of(layer));
-  }
-  return pattern;
-}
-
-double RankOf(const AdapterEntry& layer) {
-  return static_cast<double>(layer.options.rank);
-}
-double AlphaOf(const AdapterEntry& layer) { return layer.options.alpha; }
-
-Json StringOrNull(const std::string& text) {
-  return text.empty() ? Json(nullptr) : Json(text);
-}
-
-std::string ConfigText(const Adapters& adapters,
-                       const SaveAdapterOptions& options) {
-  Json config;
-  config["peft_type"] = "LORA";
-  config["task_type"] = StringOrNull(options.task_type);
-  config["base_model_name_or_path"] =
-      StringOrNull(options.base_model_name_or_path);
-  config["inference_mode"] = true;
-  const AdapterEntry& first = adapters.layers.front();
-  config["r"] = first.options.rank;
-  config["lora_alpha"] = NumberOf(first.options.alpha);
-  config["target_modules"] = ExactTargetPattern(adapters.layers);
-  config["lora_dropout"] = first.options.dropout;
-  config["bias"] = BiasName(first.options.bias);
-  config["fan_in_fan_out"] = false;
-  config["init_lora_weights"] = true;
-  config["modules_to_save"] = nullptr;
-  config["rank_pattern"] = PatternOf(adapters.layers, RankOf(first), RankOf);
-  config["alpha_pattern"] = PatternOf(adapters.layers, AlphaOf(first), AlphaOf);
-  config["use_dora"] = first.options.use_dora;
-  config["use_rslora"] = first.options.use_rslora;
-  return config.dump(2) + "\n";
+  description.dropout = adapters.first().dropout;
+  description.bias = adapters.first().bias;
+  description.use_dora = adapters.first().use_dora;
+  description.use_rslora = adapters.first().use_rslora;
+  description.base_model_name_or_path = options.base_model_name_or_path;
+  description.task_type = options.task_type;
+  return description;
 }
 
 // The tensors of the file, on rank 0; collective over `mesh`, if there is one.
@@ -330,110 +271,38 @@ absl::Status WriteTensors(const Adapters& adapters,
   return distributed::WriteSafetensors(path, views, {{"format", "pt"}});
 }
 
-absl::StatusOr<Json> ReadConfig(const std::string& path) {
-  std::ifstream file(path);
-  if (!file) return absl::NotFoundError(absl::StrCat(path, ": no such file"));
-  try {
-    Json config = Json::parse(file);
-    if (!config.is_object()) {
-      return absl::DataLossError(absl::StrCat(path, ": not a JSON object"));
-    }
-    return config;
-  } catch (const Json::exception& error) {
-    return absl::DataLossError(absl::StrCat(path, ": ", error.what()));
-  }
+absl::StatusOr<internal::AdapterConfig> ReadConfig(const std::string& path) {
+  LORA_ASSIGN_OR_RETURN(
+      const std::string json,
+      distributed::internal::ReadFile(path, internal::kMaxAdapterConfigBytes));
+  auto config = internal::AdapterConfig::Parse(json);
+  if (config.ok()) return config;
+  return absl::Status(config.status().code(),
+                      absl::StrCat(path, ": ", config.status().message()));
 }
 
-// One number of a configuration for each layer, as PEFT resolves it: that of
-// the first key of `pattern_key` that matches at the end of the layer's name,
-// else that of `common_key`.
-class PerLayerNumber {
- public:
-  // kDataLoss if an entry is no number; kFailedPrecondition for a pattern that
-  // this library can't match.
-  static absl::StatusOr<PerLayerNumber> Read(const Json& config,
-                                             const char* common_key,
-                                             const char* pattern_key,
-                                             const std::string& path) {
-    PerLayerNumber number;
-    if (!config.contains(common_key) || !config[common_key].is_number()) {
-      return absl::DataLossError(
-          absl::StrCat(path, ": ", common_key, " must be a number"));
-    }
-    number.common_ = config[common_key].get<double>();
-    if (!config.contains(pattern_key) || config[pattern_key].is_null()) {
-      return number;
-    }
-    if (!config[pattern_key].is_object()) {
-      return absl::DataLossError(
-          absl::StrCat(path, ": ", pattern_key, " must be an object"));
-    }
-    for (const auto& [key, value] : config[pattern_key].items()) {
-      if (!value.is_number()) {
-        return absl::DataLossError(absl::StrCat(path, ": ", pattern_key, ".",
-                                                key, " must be a number"));
-      }
-      auto pattern = std::make_unique<const RE2>(
-          absl::StrCat("(?:.*\\.)?(?:", key, ")"), RE2::Quiet);
-      if (!pattern->ok()) {
-        return absl::FailedPreconditionError(
-            absl::StrCat(path, ": the key \"", key, "\" of ", pattern_key,
-                         " is not supported: ", pattern->error()));
-      }
-      number.patterns_.push_back({std::move(pattern), value.get<double>()});
-    }
-    return number;
-  }
-
-  double For(const std::string& layer_name) const {
-    for (const auto& [pattern, value] : patterns_) {
-      if (RE2::FullMatch(layer_name, *pattern)) return value;
-    }
-    return common_;
-  }
-
- private:
-  double common_ = 0;
-  std::vector<std::pair<std::unique_ptr<const RE2>, double>> patterns_;
-};
-
-absl::Status CheckConfig(const Json& config, const Adapters& adapters,
-                         const std::string& path) {
-  const auto is = [&config](const char* key, const Json& value) {
-    return config.contains(key) && config[key] == value;
-  };
-  if (!is("peft_type", "LORA")) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(path, ": peft_type is not LORA"));
-  }
-  if (is("use_qalora", true)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(path, ": use_qalora is not supported"));
-  }
-  for (const auto& [variant, model_has_it] :
-       {std::make_pair("use_dora", adapters.first().use_dora),
-        std::make_pair("use_rslora", adapters.first().use_rslora)}) {
-    if (is(variant, true) != model_has_it) {
+absl::Status CheckConfig(const internal::AdapterConfig& config,
+                         const Adapters& adapters, const std::string& path) {
+  for (const auto& [variant, file_has_it, model_has_it] :
+       {std::make_tuple("use_dora", config.use_dora(),
+                        adapters.first().use_dora),
+        std::make_tuple("use_rslora", config.use_rslora(),
+                        adapters.first().use_rslora)}) {
+    if (file_has_it != model_has_it) {
       return absl::FailedPreconditionError(absl::StrCat(
           path, ": the adapter was saved with ", variant,
           model_has_it ? ": false" : ": true", ", the model was enabled with ",
           model_has_it ? "true" : "false"));
     }
   }
-  LORA_ASSIGN_OR_RETURN(
-      const auto rank, PerLayerNumber::Read(config, "r", "rank_pattern", path));
-  LORA_ASSIGN_OR_RETURN(
-      const auto alpha,
-      PerLayerNumber::Read(config, "lora_alpha", "alpha_pattern", path));
-  for (const AdapterEntry& layer : adapters.layers) {
-    const double saved_rank = rank.For(layer.layer_name);
-    const double saved_alpha = alpha.For(layer.layer_name);
-    if (saved_rank == RankOf(layer) && saved_alpha == AlphaOf(layer)) continue;
-    return absl::FailedPreconditionError(
-        absl::StrCat(path, ": the adapter of ", layer.layer_name,
-                     " was saved with rank ", saved_rank, " and alpha ",
-                     saved_alpha, ", the model was enabled with rank ",
-                     layer.options.rank, " and alpha ", AlphaOf(layer)));
+  for (const auto& [name, options] : adapters.layers) {
+    const double saved_rank = config.RankOf(name);
+    const double saved_alpha = config.AlphaOf(name);
+    if (saved_rank == options.rank && saved_alpha == options.alpha) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        path, ": the adapter of ", name, " was saved with rank ", saved_rank,
+        " and alpha ", saved_alpha, ", the model was enabled with rank ",
+        options.rank, " and alpha ", options.alpha));
   }
   return absl::OkStatus();
 }
@@ -533,12 +402,14 @@ absl::Status SaveAdapter(const torch::nn::Module& model,
                         GatherTensors(adapters, mesh, folder));
   return agreed([&]() -> absl::Status {
     if (mesh != nullptr && mesh->rank() != 0) return absl::OkStatus();
+    LORA_ASSIGN_OR_RETURN(
+        const std::string config,
+        internal::AdapterConfigJson(Describe(adapters, options)));
     LORA_ASSIGN_OR_RETURN(distributed::internal::NewFolder new_folder,
                           distributed::internal::NewFolder::Create(folder));
     LORA_RETURN_IF_ERROR(
         WriteTensors(adapters, tensors, new_folder.PathOf(kTensorFile)));
-    LORA_RETURN_IF_ERROR(
-        new_folder.WriteText(kConfigFile, ConfigText(adapters, options)));
+    LORA_RETURN_IF_ERROR(new_folder.WriteText(kConfigFile, config));
     return new_folder.MoveIntoPlace();
   });
 }
@@ -556,7 +427,8 @@ absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder,
                               CollectAdapters(model, options.adapter_name, mesh,
                                               options.layouts, Purpose::kLoad));
         const std::string config_path = absl::StrCat(folder, "/", kConfigFile);
-        LORA_ASSIGN_OR_RETURN(const Json config, ReadConfig(config_path));
+        LORA_ASSIGN_OR_RETURN(const internal::AdapterConfig config,
+                              ReadConfig(config_path));
         LORA_RETURN_IF_ERROR(CheckConfig(config, adapters, config_path));
         LORA_ASSIGN_OR_RETURN(const distributed::SafetensorsFile file,
                               distributed::SafetensorsFile::Open(

@@ -34,11 +34,12 @@ class Module;
 
 namespace trainer_lora::lora {
 
+// What is saved, and what adapter_config.json says of it.
 struct SaveAdapterOptions {
-  // What adapter_config.json says of the model; empty entries become null.
-  // Where the base model is to be found.
+  // Where the base model is to be found; null in the file if it is empty.
   std::string base_model_name_or_path;
-  // One of PEFT's, such as "CAUSAL_LM" or "FEATURE_EXTRACTION".
+  // One of PEFT's, such as "CAUSAL_LM" or "FEATURE_EXTRACTION"; null in the
+  // file if it is empty.
   std::string task_type;
   // Which of the model's adapters; a file has one, without its name.
   std::string adapter_name = kDefaultAdapter;
@@ -73,11 +74,13 @@ absl::Status SaveAdapter(const torch::nn::Module& model,
                          const std::string& folder,
                          const SaveAdapterOptions& options = {});
 
+// Where the adapter goes.
 struct LoadAdapterOptions {
-  // As in SaveAdapterOptions: into which of the model's adapters, and what of
-  // it each rank holds.
+  // Into which of the model's adapters.
   std::string adapter_name = kDefaultAdapter;
+  // The ranks that load together; null: this process alone.
   std::shared_ptr<const distributed::DeviceMesh> mesh = nullptr;
+  // What each rank holds, as in SaveAdapterOptions.
   distributed::StateLayouts layouts = {};
 };
 

@@ -47,6 +47,7 @@ namespace trainer_lora::lora {
 template <size_t D, typename Derived>
 class ConvImpl : public CloneableLoraLayer<Derived> {
  public:
+  // With libtorch's other defaults. Throws as below.
   ConvImpl(int64_t in_channels, int64_t out_channels,
            torch::ExpandingArray<D> kernel_size)
       : ConvImpl(torch::nn::ConvOptions<D>(in_channels, out_channels,
@@ -62,10 +63,12 @@ class ConvImpl : public CloneableLoraLayer<Derived> {
   // it is.
   void reset_parameters();
 
+  // For operator<<: "Conv2d(...)" with sizes and adapters.
   void pretty_print(std::ostream& stream) const override;
 
-  // The channels.
+  // The input channels.
   int64_t in_features() const override { return options_.in_channels(); }
+  // The output channels.
   int64_t out_features() const override { return options_.out_channels(); }
 
   // lora_A [rank, in_channels, kernel...], lora_B [out_channels, rank / groups,
@@ -75,15 +78,19 @@ class ConvImpl : public CloneableLoraLayer<Derived> {
   // [out_channels, in_channels * kernel...]; undefined with groups.
   at::Tensor WeightMatrix() const override;
 
-  // The frozen weight, wherever it is now; `bias` is undefined without one.
+  // The frozen weight, wherever it is now.
   at::Tensor weight() const { return this->state("weight"); }
+  // The frozen bias, likewise; undefined without one.
   at::Tensor bias() const { return this->state("bias"); }
 
  protected:
+  // lora_A and lora_B as convolutions.
   at::Tensor AddProduct(const at::Tensor& base_output, const at::Tensor& input,
                         const LoraAdapter& adapter, double scale,
                         const LoraDropout& dropout) const override;
+  // The convolution with the frozen weight.
   at::Tensor BaseWithoutBias(const at::Tensor& input) const override;
+  // A value for each output channel.
   at::Tensor AlongOutput(const at::Tensor& values) const override;
 
  private:
@@ -96,16 +103,19 @@ class ConvImpl : public CloneableLoraLayer<Derived> {
   std::vector<int64_t> padding_;
 };
 
+// A convolution over sequences.
 class Conv1dImpl : public ConvImpl<1, Conv1dImpl> {
  public:
   using ConvImpl::ConvImpl;
 };
 
+// A convolution over images.
 class Conv2dImpl : public ConvImpl<2, Conv2dImpl> {
  public:
   using ConvImpl::ConvImpl;
 };
 
+// A convolution over volumes or videos.
 class Conv3dImpl : public ConvImpl<3, Conv3dImpl> {
  public:
   using ConvImpl::ConvImpl;

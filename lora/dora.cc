@@ -5,6 +5,7 @@
 #include "c10/core/GradMode.h"
 
 namespace trainer_lora::lora {
+
 at::Tensor SquaredRowNorms(const at::Tensor& weight) {
   const c10::NoGradGuard no_grad;
   return at::linalg_vector_norm(weight, 2, at::IntArrayRef({1}),

@@ -40,6 +40,7 @@ namespace trainer_lora::lora {
 // can't take an adapter, as it would go on to change its frozen weight.
 class EmbeddingImpl : public CloneableLoraLayer<EmbeddingImpl> {
  public:
+  // With libtorch's other defaults.
   EmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
       : EmbeddingImpl(
             torch::nn::EmbeddingOptions(num_embeddings, embedding_dim)) {}
@@ -54,6 +55,7 @@ class EmbeddingImpl : public CloneableLoraLayer<EmbeddingImpl> {
   // is.
   void reset_parameters();
 
+  // For operator<<: "Embedding(...)" with sizes and adapters.
   void pretty_print(std::ostream& stream) const override;
 
   int64_t in_features() const override { return options_.num_embeddings(); }

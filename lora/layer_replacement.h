@@ -43,6 +43,7 @@ struct LoraConfig;
 
 namespace trainer_lora::lora {
 
+// What EnableLoraTraining() takes beside the configuration.
 struct LoraTrainingOptions {
   // True: base weights, and adapters with them, are loaded or made afterwards,
   // as for a model on the meta device; FinalizeLoraTraining() is then the
@@ -71,22 +72,20 @@ struct LoraTraining {
   distributed::MissingParameterInitializer missing_parameter_initializer;
 };
 
-// A parameter and its full, dotted name in the model.
+// A parameter of a model.
 struct NamedParameter {
-  std::string name;
-  at::Tensor parameter;
+  std::string name;      // Full and dotted, such as blocks.0.to_q.lora_A.
+  at::Tensor parameter;  // A handle to it.
 };
 
-// A layer that can take an adapter, or has one, and its first name in the
-// model.
+// A layer of a model that can take an adapter, or has one.
 struct NamedLoraLayer {
-  std::string name;
-  LoraLayer* layer;
+  std::string name;  // Full and dotted: the first that the model has for it.
+  LoraLayer* layer;  // Not null; belongs to the model.
 };
 
 // Every LoraLayer below `model`, each once, in the model's order; not `model`
-// itself, nor what is inside a LoraLayer, which belongs to it. The layers
-// belong to the model.
+// itself, nor what is inside a LoraLayer, which belongs to it.
 std::vector<NamedLoraLayer> LoraLayers(const torch::nn::Module& model);
 
 // Gives an adapter to every LoraLayer that `config`, which must be enabled,

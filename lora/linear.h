@@ -27,9 +27,11 @@ namespace trainer_lora::lora {
 // are functions, as the tensors move when the layer takes an adapter.
 class ReplicatedLinearImpl : public CloneableLoraLayer<ReplicatedLinearImpl> {
  public:
+  // With a bias.
   ReplicatedLinearImpl(int64_t in_features, int64_t out_features)
       : ReplicatedLinearImpl(
             torch::nn::LinearOptions(in_features, out_features)) {}
+  // As torch::nn::LinearImpl's.
   explicit ReplicatedLinearImpl(const torch::nn::LinearOptions& options);
 
   // [..., in_features] -> [..., out_features]. Throws c10::Error as
@@ -47,13 +49,15 @@ class ReplicatedLinearImpl : public CloneableLoraLayer<ReplicatedLinearImpl> {
   // it is.
   void reset_parameters();
 
+  // For operator<<: "ReplicatedLinear(...)" with sizes and adapters.
   void pretty_print(std::ostream& stream) const override;
 
   int64_t in_features() const override { return options_.in_features(); }
   int64_t out_features() const override { return options_.out_features(); }
 
-  // The frozen weight, wherever it is now; `bias` is undefined without one.
+  // The frozen weight, wherever it is now: [out_features, in_features].
   at::Tensor weight() const { return state("weight"); }
+  // The frozen bias, likewise: [out_features]; undefined without one.
   at::Tensor bias() const { return state("bias"); }
 
  private:

@@ -69,6 +69,7 @@ namespace trainer_lora::lora {
 // The adapter whose factors are X.lora_A and X.lora_B.
 inline constexpr char kDefaultAdapter[] = "default";
 
+// What distinguishes one adapter of a layer from another.
 struct LoraAdapterOptions {
   // What B A is multiplied by: alpha / rank, or alpha / sqrt(rank).
   double Scale() const;
@@ -85,7 +86,9 @@ struct LoraAdapterOptions {
   // Of the factors, a floating point type; nothing: that of
   // LoraLayer::adapter_options().
   std::optional<at::ScalarType> dtype;
+  // Whether the scale is alpha / sqrt(rank) instead of alpha / rank.
   bool use_rslora = false;
+  // Whether there is a magnitude, as in DoRA.
   bool use_dora = false;
   // kPissa and kOlora take the start of the factors out of the base weight; see
   // LoraLayer::InitializeFromBase().
@@ -99,17 +102,23 @@ struct LoraAdapterOptions {
 // The trainable part of an adapted layer, of the shapes that the layer's
 // adapter_shapes() says.
 struct LoraAdapter {
+  // How it computes and starts.
   LoraAdapterOptions options;
+  // The factor that reads the input: of a linear layer, [rank, in_features].
   at::Tensor lora_A;
+  // The factor that makes the output: of a linear layer, [out_features, rank].
   at::Tensor lora_B;
-  // Undefined without DoRA. While it is zero, as it is before
-  // LoraLayer::InitializeFromBase(), the adapter can't be used.
+  // The magnitude of each output feature, [out_features]. Undefined without
+  // DoRA. While it is zero, as it is before LoraLayer::InitializeFromBase(),
+  // the adapter can't be used.
   at::Tensor lora_magnitude;
 };
 
-// An adapter that takes part in forward, and what its share is multiplied by.
+// An adapter that takes part in forward.
 struct ActiveAdapter {
+  // As given to AdoptAdapter(), such as kDefaultAdapter.
   std::string name;
+  // What its share is multiplied by; finite.
   double weight = 1;
 };
 
@@ -119,6 +128,7 @@ struct AdapterParameter {
   std::string name;
   // What LoraLayer::LayoutOf() calls it: lora_A, lora_B.
   std::string state_name;
+  // A handle to it.
   at::Tensor parameter;
   // Where it lies; nothing for one that belongs to this process alone.
   std::optional<distributed::ParameterLayout> layout;
@@ -132,9 +142,9 @@ class LoraLayer : public torch::nn::Module {
  public:
   // --- What a layer says of itself ---
 
-  // The features of this layer's input and output, of the part that this rank
-  // holds.
+  // The features of this layer's input, of the part that this rank holds.
   virtual int64_t in_features() const = 0;
+  // The features of its output, likewise: the rows of WeightMatrix().
   virtual int64_t out_features() const = 0;
 
   // The dtype and device of a new adapter's factors: those of the state
@@ -142,23 +152,23 @@ class LoraLayer : public torch::nn::Module {
   // floating point type, overrides this.
   virtual at::TensorOptions adapter_options() const;
 
-  // The shapes of an adapter's parameters on this rank: by default those of a
-  // linear layer, [rank, in_features], [out_features, rank] and [out_features].
-  // Throws c10::Error, which says why, if the layer can't have an adapter of
-  // this LoRA rank.
+  // The shapes of an adapter's parameters on this rank.
   struct AdapterShapes {
-    std::vector<int64_t> lora_A;
-    std::vector<int64_t> lora_B;
-    std::vector<int64_t> lora_magnitude;
+    std::vector<int64_t> lora_A;          // [rank, in_features] by default.
+    std::vector<int64_t> lora_B;          // [out_features, rank] by default.
+    std::vector<int64_t> lora_magnitude;  // [out_features] by default.
   };
+  // Those for a LoRA rank: by default of a linear layer. Throws c10::Error,
+  // which says why, if the layer can't have an adapter of this LoRA rank.
   virtual AdapterShapes adapter_shapes(int64_t rank) const;
 
-  // What the factors are called: by default lora_A and lora_B. Their names say
-  // how they start; see lora/parameter_initializer.h.
+  // What the factors are called: names that live as long as the program.
   struct FactorNames {
-    const char* lora_A;
-    const char* lora_B;
+    const char* lora_A;  // "lora_A" by default.
+    const char* lora_B;  // "lora_B" by default.
   };
+  // Their names here, which say how they start; see
+  // lora/parameter_initializer.h.
   virtual FactorNames factor_names() const { return {"lora_A", "lora_B"}; }
 
   // How a tensor of this layer lies over the ranks, for layers that are split
@@ -192,8 +202,9 @@ class LoraLayer : public torch::nn::Module {
 
   // Whether the layer has an adapter.
   bool is_adapted() const { return base_layer_ != nullptr; }
+  // Whether it has an adapter of this name.
   bool HasAdapter(absl::string_view name) const;
-  // In the order of adoption.
+  // Those of its adapters, in the order of adoption.
   std::vector<std::string> adapter_names() const;
   // Options and registered parameters of an adapter that the layer has, else
   // c10::Error. A parameter that was unregistered is undefined.
@@ -212,8 +223,9 @@ class LoraLayer : public torch::nn::Module {
   // adoption; undefined if there is none (a layer without a bias).
   at::Tensor state(const std::string& name) const;
 
-  // Of the default adapter; undefined without one.
+  // lora_A of the default adapter; undefined without one.
   at::Tensor lora_A() const;
+  // lora_B of the default adapter; undefined without one.
   at::Tensor lora_B() const;
 
   // The adapters that forward uses, in this order; none: the base layer alone.
@@ -221,6 +233,7 @@ class LoraLayer : public torch::nn::Module {
   // that is listed twice or whose weight is not finite, kFailedPrecondition for
   // a merged layer.
   absl::Status SetActiveAdapters(std::vector<ActiveAdapter> active);
+  // As set; AdoptAdapter() sets the adapter that it takes.
   const std::vector<ActiveAdapter>& active_adapters() const { return active_; }
 
   // Declares every parameter of the adapters replicated as `layout` says, where
@@ -229,6 +242,7 @@ class LoraLayer : public torch::nn::Module {
       std::optional<distributed::ParameterLayout> layout) {
     replicated_layout_ = std::move(layout);
   }
+  // As set; nothing at first.
   const std::optional<distributed::ParameterLayout>& replicated_layout() const {
     return replicated_layout_;
   }
@@ -262,11 +276,12 @@ class LoraLayer : public torch::nn::Module {
   // the original weight, an adapter is s (B A - B0 A0).
   LoraAdapter InitialFactors(absl::string_view name = kDefaultAdapter) const;
 
-  // The weight of the base layer as a matrix of out_features rows, and the way
-  // back. By default, for a state `weight` of a floating point type, its first
-  // dimension against the others; undefined for other layers, which can't be
-  // merged.
+  // The weight of the base layer as a matrix of out_features rows. By default,
+  // for a state `weight` of a floating point type, its first dimension against
+  // the others; undefined for other layers, which can't be merged.
   virtual at::Tensor WeightMatrix() const;
+  // The way back: the state `weight` that has `matrix` as its WeightMatrix().
+  // By default a view of `matrix`.
   virtual at::Tensor WeightFromMatrix(const at::Tensor& matrix) const;
 
   // W + the active adapters, of WeightMatrix()'s shape: computed in float32
@@ -274,14 +289,17 @@ class LoraLayer : public torch::nn::Module {
   // WeightMatrix().
   at::Tensor MergedWeightMatrix() const;
 
-  // Adds the active adapters to the base weight, and undoes it: the weight is
-  // kept meanwhile, which takes its size once more, and comes back bit by bit.
-  // A merged layer computes with its weight alone, and refuses to train.
-  // kFailedPrecondition if it is merged already (or not), has no adapter, or a
-  // weight that can't be merged; kDataLoss if `check_finite` and the sum has
-  // values that are not, with the layer as it was.
+  // Adds the active adapters to the base weight, until Unmerge(): the weight is
+  // kept meanwhile, which takes its size once more. A merged layer computes
+  // with its weight alone, and refuses to train. kFailedPrecondition if it is
+  // merged already, has no adapter, or a weight that can't be merged; kDataLoss
+  // if `check_finite` and the sum has values that are not, with the layer as it
+  // was.
   absl::Status Merge(bool check_finite = false);
+  // Gives the layer its base weight back, bit by bit. kFailedPrecondition if it
+  // isn't merged.
   absl::Status Unmerge();
+  // Whether its weight has the active adapters in it.
   bool is_merged() const { return unmerged_weight_.defined(); }
 
  protected:
@@ -406,6 +424,7 @@ class LoraLayer : public torch::nn::Module {
 template <typename Derived>
 class CloneableLoraLayer : public LoraLayer {
  public:
+  // A copy with tensors of its own, on `device` if one is given.
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<at::Device>& device = std::nullopt) const override {
     auto copy = std::make_shared<Derived>(static_cast<const Derived&>(*this));

@@ -10,6 +10,7 @@
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
 #include "ATen/autocast_mode.h"
+#include "ATen/record_function.h"
 #include "c10/core/GradMode.h"
 #include "c10/core/impl/LocalDispatchKeySet.h"
 #include "c10/util/Exception.h"
@@ -369,6 +370,7 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
   // it has its place in the graph, which second derivatives need.
   static variable_list forward(AutogradContext* context, at::TensorList given,
                                const c10::intrusive_ptr<Plan>& plan) {
+    RECORD_FUNCTION("trainer_lora::lora_matmul", {});
     const NoAutocastGuard no_autocast;
     const variable_list tensors = WithoutPlaceholders(given);
     const at::Tensor& input = tensors[kInput];
@@ -399,6 +401,7 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
+    RECORD_FUNCTION("trainer_lora::lora_matmul_backward", {});
     const NoAutocastGuard no_autocast;
     const auto plan = c10::static_intrusive_pointer_cast<Plan>(
         context->saved_data.at("plan").toCapsule());

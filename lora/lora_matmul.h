@@ -28,6 +28,9 @@
 // another dtype are cast. A gradient has the dtype of its tensor. Second
 // derivatives are right. Forward-mode differentiation is not supported.
 //
+// Profilers see the ranges `trainer_lora::lora_matmul` and
+// `trainer_lora::lora_matmul_backward`.
+//
 // Functions are thread-safe as operators are. They throw c10::Error where
 // shapes or dtypes don't fit.
 #ifndef TRAINER_LORA_LORA_LORA_MATMUL_H_
@@ -46,7 +49,8 @@ namespace trainer_lora::lora {
 // Dropout of an adapter's input. The mask isn't kept: it is made from a seed,
 // drawn from the CPU's default generator (unless the probability is 0), and
 // made again in backward. So torch::manual_seed() determines it, and whoever
-// restores that generator's state recomputes the same.
+// restores that generator's state recomputes the same. As the host draws it, a
+// CUDA graph that was captured with dropout has one mask for all its replays.
 struct LoraDropout {
   // Implicit, as a probability alone is the usual case.
   LoraDropout(double probability = 0, int64_t input_offset = 0,
@@ -58,11 +62,11 @@ struct LoraDropout {
   // That an element becomes 0, in [0, 1); the others are divided by
   // 1 - probability. 0 outside training.
   double probability;
-  // For a layer whose input is split over tensor parallel ranks: the input is
-  // the columns from `input_offset` of one of `input_size` columns. Ranks whose
-  // generators are in the same state then drop what one process would. A size
-  // of 0: the input is whole.
+  // For a layer whose input is split over tensor parallel ranks: the first of
+  // the columns of the whole input that this one has. Ranks whose generators
+  // are in the same state then drop what one process would.
   int64_t input_offset;
+  // The columns of the whole input; 0 if this is it.
   int64_t input_size;
 };
 
@@ -74,12 +78,12 @@ at::Tensor ApplyDropout(const at::Tensor& input, const LoraDropout& dropout);
 // A linear layer that reads the input, and its adapter. Any of the tensors may
 // require grad.
 struct LoraMatmulTerm {
-  at::Tensor weight;  // [out_features, in_features]
-  at::Tensor bias;    // [out_features], or undefined
-  at::Tensor lora_A;  // [rank, in_features]
-  at::Tensor lora_B;  // [out_features, rank]
-  double scale = 1;
-  LoraDropout dropout = {};
+  at::Tensor weight;         // [out_features, in_features]
+  at::Tensor bias;           // [out_features], or undefined
+  at::Tensor lora_A;         // [rank, in_features]
+  at::Tensor lora_B;         // [out_features, rank]
+  double scale = 1;          // Of what the adapter adds.
+  LoraDropout dropout = {};  // Of what the adapter reads.
 };
 
 // `input` is [..., in_features], the result [..., out_features].

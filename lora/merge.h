@@ -17,6 +17,7 @@ class Module;
 
 namespace trainer_lora::lora {
 
+// How adapters are merged.
 struct MergeOptions {
   // Refuse sums that are infinite or NaN, as after an adapter that has
   // diverged. Reads each weight once more.

@@ -75,8 +75,10 @@ class ColumnParallelLayer : public CloneableLoraLayer<Derived> {
   // of one weight. Draws nothing on the meta device. An adapter stays as it is.
   void reset_parameters();
 
+  // For operator<<: the type with sizes, here and over all ranks, and adapters.
   void pretty_print(std::ostream& stream) const override;
 
+  // All of them.
   int64_t in_features() const override { return in_features_; }
   // Of this rank's part.
   int64_t out_features() const override;
@@ -85,11 +87,12 @@ class ColumnParallelLayer : public CloneableLoraLayer<Derived> {
   // that are merged: what at::split_with_sizes takes to tell them apart.
   std::vector<int64_t> output_sizes() const;
 
-  // The frozen weight, wherever it is now: [out_features, in_features]. `bias`
-  // is undefined without one.
+  // The frozen weight, wherever it is now: [out_features, in_features].
   at::Tensor weight() const { return this->state("weight"); }
+  // The frozen bias, likewise: [out_features]; undefined without one.
   at::Tensor bias() const { return this->state("bias"); }
 
+  // Rows of weight, bias, lora_B and lora_magnitude, all of lora_A.
   std::optional<distributed::StateLayout> LayoutOf(absl::string_view name,
                                                    int64_t rank) const override;
 
@@ -112,18 +115,23 @@ class ColumnParallelLayer : public CloneableLoraLayer<Derived> {
   int64_t tensor_dim_;
 };
 
+// The sizes of a ColumnParallelLinear.
 struct ColumnParallelLinearOptions {
+  // All of them, on every rank.
   int64_t in_features = 0;
   // Over all ranks, which get chunks of them (distributed::ChunkOf).
   int64_t out_features = 0;
+  // Whether a bias is added.
   bool bias = true;
   // Whether each rank gets the whole output.
   bool gather_output = false;
 };
 
+// A linear layer whose output features are split.
 class ColumnParallelLinearImpl
     : public ColumnParallelLayer<ColumnParallelLinearImpl> {
  public:
+  // Over the ranks of the dimension `tensor_dim` of `mesh`.
   ColumnParallelLinearImpl(const ColumnParallelLinearOptions& options,
                            std::shared_ptr<const distributed::DeviceMesh> mesh,
                            absl::string_view tensor_dim);
@@ -131,11 +139,14 @@ class ColumnParallelLinearImpl
 
 TORCH_MODULE(ColumnParallelLinear);
 
+// The sizes of a MergedColumnParallelLinear.
 struct MergedColumnParallelLinearOptions {
+  // All of them, on every rank.
   int64_t in_features = 0;
   // Of each of the outputs, over all ranks. Each is split by itself: a rank's
   // output is its chunk of the first, then its chunk of the second.
   std::vector<int64_t> out_features;
+  // Whether biases are added.
   bool bias = true;
 };
 
@@ -144,6 +155,7 @@ struct MergedColumnParallelLinearOptions {
 class MergedColumnParallelLinearImpl
     : public ColumnParallelLayer<MergedColumnParallelLinearImpl> {
  public:
+  // Over the ranks of the dimension `tensor_dim` of `mesh`.
   MergedColumnParallelLinearImpl(
       const MergedColumnParallelLinearOptions& options,
       std::shared_ptr<const distributed::DeviceMesh> mesh,
@@ -152,13 +164,18 @@ class MergedColumnParallelLinearImpl
 
 TORCH_MODULE(MergedColumnParallelLinear);
 
+// The sizes of a QKVParallelLinear.
 struct QKVParallelLinearOptions {
+  // The input features: all of them, on every rank.
   int64_t hidden_size = 0;
+  // The features of each head.
   int64_t head_size = 0;
-  // Over all ranks. The ranks divide the heads of q. They also divide those of
-  // k and v, or are divided by them: consecutive ranks then hold the same head.
+  // The heads of q over all ranks, whose number divides it.
   int64_t num_heads = 0;
+  // The heads of k, and of v, over all ranks. The number of ranks divides it,
+  // or is divided by it: consecutive ranks then hold the same head.
   int64_t num_kv_heads = 0;
+  // Whether biases are added.
   bool bias = true;
 };
 
@@ -166,6 +183,7 @@ struct QKVParallelLinearOptions {
 class QKVParallelLinearImpl
     : public ColumnParallelLayer<QKVParallelLinearImpl> {
  public:
+  // Over the ranks of the dimension `tensor_dim` of `mesh`.
   QKVParallelLinearImpl(const QKVParallelLinearOptions& options,
                         std::shared_ptr<const distributed::DeviceMesh> mesh,
                         absl::string_view tensor_dim);
@@ -173,10 +191,13 @@ class QKVParallelLinearImpl
 
 TORCH_MODULE(QKVParallelLinear);
 
+// The sizes of a RowParallelLinear.
 struct RowParallelLinearOptions {
   // Over all ranks, which get chunks of them (distributed::ChunkOf).
   int64_t in_features = 0;
+  // All of them, on every rank.
   int64_t out_features = 0;
+  // Whether a bias is added.
   bool bias = true;
   // Whether a rank passes its chunk of the input, as a column-parallel layer
   // leaves it; else it passes all of it.
@@ -186,6 +207,7 @@ struct RowParallelLinearOptions {
 // A linear layer whose input features are split: the ranks' outputs are summed.
 class RowParallelLinearImpl : public CloneableLoraLayer<RowParallelLinearImpl> {
  public:
+  // Over the ranks of the dimension `tensor_dim` of `mesh`.
   RowParallelLinearImpl(const RowParallelLinearOptions& options,
                         std::shared_ptr<const distributed::DeviceMesh> mesh,
                         absl::string_view tensor_dim);
@@ -197,17 +219,20 @@ class RowParallelLinearImpl : public CloneableLoraLayer<RowParallelLinearImpl> {
   // As ColumnParallelLayer's.
   void reset_parameters();
 
+  // As ColumnParallelLayer's.
   void pretty_print(std::ostream& stream) const override;
 
   // Of this rank's part.
   int64_t in_features() const override;
+  // All of them.
   int64_t out_features() const override { return options_.out_features; }
 
-  // The frozen weight, wherever it is now: [out_features, in_features]. `bias`
-  // is undefined without one.
+  // The frozen weight, wherever it is now: [out_features, in_features].
   at::Tensor weight() const { return state("weight"); }
+  // The frozen bias, likewise: [out_features]; undefined without one.
   at::Tensor bias() const { return state("bias"); }
 
+  // Columns of weight and lora_A, all of bias, lora_B and lora_magnitude.
   std::optional<distributed::StateLayout> LayoutOf(absl::string_view name,
                                                    int64_t rank) const override;
 

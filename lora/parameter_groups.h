@@ -33,19 +33,24 @@ class Module;
 
 namespace trainer_lora::lora {
 
+// What the groups' rates are made from.
 struct ParameterGroupOptions {
-  // Of lora_A; finite and not negative, as the weight decay.
+  // Of lora_A; finite and not negative.
   double learning_rate = 1e-3;
+  // Of matrices; finite and not negative.
   double weight_decay = 0;
   // The learning rate of lora_B over that of lora_A; positive and finite. 1: no
   // LoRA+.
   double loraplus_lr_ratio = 1;
 };
 
+// Parameters that are trained alike.
 struct ParameterGroup {
   // lora_A, lora_B or no_decay.
   std::string name;
+  // Of all parameters in the group.
   double learning_rate = 0;
+  // Likewise.
   double weight_decay = 0;
   // At least one, in the model's order. Handles to the model's parameters.
   std::vector<NamedParameter> parameters = {};
@@ -60,8 +65,9 @@ struct ParameterGroup {
 //             magnitudes
 //
 // in this order, without groups that would be empty. The rates are those of
-// PEFT's create_loraplus_optimizer, which decays magnitudes too. (Its group for
-// embeddings has no counterpart: adapters are on linear layers.)
+// PEFT's create_loraplus_optimizer, which decays magnitudes too, and has a
+// group of another rate for the adapters of embeddings: here they are as other
+// matrices.
 // kInvalidArgument for options out of range; kFailedPrecondition if no
 // parameter of the model requires grad.
 absl::StatusOr<std::vector<ParameterGroup>> LoraParameterGroups(

@@ -51,9 +51,11 @@ namespace trainer_lora::lora {
 
 // What the values depend on beside the parameter's name.
 struct LoraInitialization {
+  // The key of the generator.
   uint64_t seed = 0;
   // Empty, or the role: two roles with one seed then start differently.
   std::string scope;
+  // Which of the formulas above.
   config::AdapterInitialization kind = config::AdapterInitialization::kDefault;
 };
 

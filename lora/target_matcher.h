@@ -55,6 +55,7 @@ class TargetMatcher {
   // name is excluded makes no difference.
   std::vector<size_t> MatchingTargets(absl::string_view module_name) const;
 
+  // Whether an exclusion matches, of the configuration or the architecture.
   bool IsExcluded(absl::string_view module_name) const;
 
   // The index of the layer (block) that the module is in: the number after the

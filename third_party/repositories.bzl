@@ -11,6 +11,7 @@ load("//third_party/com_github_nlohmann_json:workspace.bzl", nlohmann_json = "re
 load("//third_party/com_google_absl:workspace.bzl", absl = "repository")
 load("//third_party/com_google_googletest:workspace.bzl", googletest = "repository")
 load("//third_party/com_googlesource_code_re2:workspace.bzl", re2 = "repository")
+load("//third_party/doxygen:workspace.bzl", doxygen = "repository")
 load("//third_party/gloo:workspace.bzl", gloo = "repository")
 load("//third_party/libtorch:workspace.bzl", libtorch = "repository")
 load("//third_party/libtorch_cuda:workspace.bzl", libtorch_cuda = "repository")
@@ -30,6 +31,10 @@ def trainer_lora_repositories():
     re2()
     spdlog()
     yaml_cpp()
+
+def trainer_lora_docs_repositories():
+    """What //docs:api_reference needs on top: Doxygen."""
+    doxygen()
 
 def trainer_lora_example_repositories():
     """What //examples needs on top: a pretrained model, a text corpus, a Unicode library."""

@@ -1,4 +1,4 @@
-"""A repository made of a library that the operating system's package manager has installed."""
+"""A repository made of a library, or programs, that the operating system's package manager has installed."""
 
 def _library_directory(repository_ctx):
     for directory in ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"]:
@@ -34,6 +34,8 @@ def _system_repository_impl(repository_ctx):
         directory = _library_directory(repository_ctx)
         for library in libraries:
             _symlink(repository_ctx, "%s/%s" % (directory, library), "lib/" + library)
+    for program in repository_ctx.attr.programs:
+        _symlink(repository_ctx, repository_ctx.which(program) or "/usr/bin/" + program, "bin/" + program)
     repository_ctx.template("BUILD.bazel", repository_ctx.attr.build_file, substitutions = {
         "%{LIBRARIES}": repr(["lib/" + library for library in libraries]),
     })
@@ -51,7 +53,7 @@ def _system_repository_impl(repository_ctx):
 
 system_repository = repository_rule(
     implementation = _system_repository_impl,
-    doc = "Links headers and static archives of an installed package into a repository with upstream's labels.",
+    doc = "Links headers, static archives and programs of an installed package into a repository with upstream's labels.",
     local = True,
     attrs = {
         "aliases": attr.string_dict(doc = "`<package>:<name>` of upstream -> label in this repository"),
@@ -62,5 +64,6 @@ system_repository = repository_rule(
         "library_prefix": attr.string(doc = "archives of pkg_config whose name does not start with this are left out"),
         "package": attr.string(mandatory = True, doc = "the name of the Debian package, for messages"),
         "pkg_config": attr.string_list(doc = "pkg-config modules whose static archives are taken instead of `libraries`"),
+        "programs": attr.string_list(doc = "programs on the path"),
     },
 )

@@ -1,32 +1,45 @@
 #!/usr/bin/env bash
 # Runs each fuzz target for some seconds (20 unless given) from its corpus in tests/testdata/fuzz, with clang's libFuzzer and
-# sanitizers. Fails with the path of an input that breaks a target: fix the cause, and add the input to the corpus. What it
-# finds on the way stays in the folder for temporary files.
+# sanitizers; as many at a time as there are cores. Arguments after the seconds are the names of targets, for these alone. Fails
+# with the path of an input that breaks a target: fix the cause, and add the input to the corpus. What it finds on the way stays
+# in the folder for temporary files.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly seconds="${1:-20}"
 [[ "${seconds}" =~ ^[1-9][0-9]*$ ]] || { echo "fuzz: ${seconds} is no number of seconds" >&2; exit 1; }
+targets=("${@:2}")
+targets=("${targets[@]/#///tests/fuzz:}")
 
 tools/setup.sh clang libclang-rt-14-dev
-mapfile -t targets < <(bazel query --noshow_progress 'attr(tags, fuzz, //tests/fuzz/...)' 2>/dev/null)
-((${#targets[@]})) || { echo "fuzz: no target was found" >&2; exit 1; }
+if ((${#targets[@]} == 0)); then
+  mapfile -t targets < <(bazel query --noshow_progress 'attr(tags, fuzz, //tests/fuzz/...)' 2>/dev/null)
+  ((${#targets[@]})) || { echo "fuzz: no target was found" >&2; exit 1; }
+fi
 bazel build --config=fuzz "${targets[@]}"
 
 readonly folder="$(mktemp -d --tmpdir fuzz.XXXXXX)"
-failed=()
-for target in "${targets[@]}"; do
-  name="${target##*:}"
-  echo "=== ${name}: ${seconds} s"
+run() {
+  local -r target="$1" name="${1##*:}"
   mkdir "${folder}/${name}"
   # The first folder takes what is new, the second is only read.
-  bazel run --config=fuzz --noshow_progress "${target}" -- -max_total_time="${seconds}" -timeout=10 -print_final_stats=1 \
-    -artifact_prefix="${folder}/${name}-" "${folder}/${name}" "${PWD}/tests/testdata/fuzz/${name}" || failed+=("${name}")
-done
+  bazel run --config=fuzz --noshow_progress "${target}" -- -max_total_time="${seconds}" -timeout=30 -print_final_stats=1 \
+    -artifact_prefix="${folder}/${name}-" "${folder}/${name}" "${PWD}/tests/testdata/fuzz/${name}" \
+    >"${folder}/${name}.log" 2>&1 || touch "${folder}/${name}.failed"
+  # In one piece, whatever else is running.
+  printf '=== %s: %s s\n%s\n' "${name}" "${seconds}" "$(tail -n 40 "${folder}/${name}.log")"
+}
 
-if ((${#failed[@]})); then
-  echo "fuzz: findings in ${failed[*]}:" >&2
-  find "${folder}" -maxdepth 1 -type f >&2
+readonly cores="$(nproc)"
+for target in "${targets[@]}"; do
+  (($(jobs -rp | wc -l) < cores)) || wait -n
+  run "${target}" &
+done
+wait
+
+if compgen -G "${folder}/*.failed" >/dev/null; then
+  echo "fuzz: findings, and what each target printed:" >&2
+  find "${folder}" -maxdepth 1 -type f ! -name '*.failed' >&2
   exit 1
 fi
 echo "fuzz: nothing found"

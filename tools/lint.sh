@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Checks the format of C++ and Bazel files, that packages depend on each other in one direction only, that each component has
-# its test and its benchmark, and that no action depends on where the tree is. With --fix it formats the files before.
+# Checks the format of C++ and Bazel files, that targets depend on what they include and on nothing else, that each component has
+# its tests and its benchmark, that packages depend on each other in one direction only, that every public member has a comment,
+# that headers compile alone, that no action depends on where the tree is, and what clang-tidy says of libraries without libtorch
+# (tools/tidy.sh checks the others). With --fix it formats the files before.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,6 +26,10 @@ else
   }
 fi
 
+targets="$(bazel query --noshow_progress --output=xml //... 2>/dev/null)" || { echo "lint: bazel query fails" >&2; exit 1; }
+python3 tools/check_deps.py <<<"${targets}"
+python3 tools/check_components.py <<<"${targets}"
+
 # config knows nothing of torch, distributed nothing of LoRA, no library of an example or a test, and a build for CPU nothing
 # of CUDA. `bazel query` would fetch CUDA's libraries to answer.
 bazel cquery --noshow_progress //... >/dev/null 2>&1 || { echo "lint: bazel cquery fails" >&2; exit 1; }
@@ -44,13 +50,15 @@ torch_free='//distributed:gradient_bucket + //distributed:placement + //distribu
 torch_free+=' + //distributed/checkpoint:safetensors_checkpoint + //distributed/checkpoint:key_aliases'
 torch_free+=' + //distributed/checkpoint:state_dict_mapping + //distributed/checkpoint:key_resolver'
 torch_free+=' + //distributed/checkpoint:load_plan + //distributed:tensor_slice'
-torch_free+=' + //lora:target_matcher'
+torch_free+=' + //lora:target_matcher + //lora:adapter_config'
 forbid_libtorch '//config/...'
 forbid_libtorch "${torch_free}"
 forbid 'filter("^@libtorch_cuda//", deps(//...))' 'a build for CPU must not fetch'
 
-# What a target lists, which fetches nothing.
-bazel query --noshow_progress --output=xml //... 2>/dev/null | python3 tools/check_components.py
+bazel build --noshow_progress --ui_event_filters=-info //docs:api_reference || {
+  echo "lint: what the lines above name needs a comment in its header" >&2
+  exit 1
+}
 
 # Or else no other machine could run an action, or use its result. A target that is for CUDA alone has an action that fails.
 output_base="$(bazel info --noshow_progress output_base 2>/dev/null)"
@@ -60,4 +68,9 @@ if grep -F -m 3 -e "${PWD}" -e "${output_base}" <<<"${actions}" >&2; then
   echo "lint: actions name folders of this machine" >&2
   exit 1
 fi
-echo "lint: clean"
+
+tools/tidy.sh --torch-free
+python3 tools/check_headers.py
+
+echo "lint: ${#cc_files[@]} C++ and ${#bazel_files[@]} Bazel files: formats, deps, components, directions, comments, actions," \
+  "clang-tidy and headers are clean"

@@ -12,8 +12,8 @@ readonly packages=(
   libabsl-dev libbenchmark-dev libgloo-dev libgmock-dev libgtest-dev libre2-dev libspdlog-dev libyaml-cpp-dev nlohmann-json3-dev
   # Example: Unicode tables and the text that it learns from
   libutf8proc-dev wordnet-base
-  # Format check
-  clang-format
+  # Format check, API reference
+  clang-format doxygen
 )
 
 missing=()

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 
 namespace trainer_lora::config {
@@ -27,6 +28,45 @@ size_t EditDistance(absl::string_view a, absl::string_view b) {
 }
 
 }  // namespace
+
+size_t Utf8CharacterSize(absl::string_view text) {
+  const auto byte = [&](size_t i) -> unsigned {
+    return i < text.size() ? static_cast<unsigned char>(text[i]) : 0;
+  };
+  const auto in = [&](size_t i, unsigned min, unsigned max) {
+    return byte(i) >= min && byte(i) <= max;
+  };
+  const auto tail = [&](size_t i) { return in(i, 0x80, 0xBF); };
+  if (byte(0) < 0x80) return 1;
+  if (in(0, 0xC2, 0xDF)) return tail(1) ? 2 : 0;
+  // Not overlong (E0, F0), no surrogates (ED), not above U+10FFFF (F4).
+  if (in(0, 0xE0, 0xEF)) {
+    const unsigned min = byte(0) == 0xE0 ? 0xA0 : 0x80;
+    const unsigned max = byte(0) == 0xED ? 0x9F : 0xBF;
+    return in(1, min, max) && tail(2) ? 3 : 0;
+  }
+  if (in(0, 0xF0, 0xF4)) {
+    const unsigned min = byte(0) == 0xF0 ? 0x90 : 0x80;
+    const unsigned max = byte(0) == 0xF4 ? 0x8F : 0xBF;
+    return in(1, min, max) && tail(2) && tail(3) ? 4 : 0;
+  }
+  return 0;
+}
+
+std::string Printable(absl::string_view text) {
+  std::string result;
+  while (!text.empty()) {
+    const size_t size = Utf8CharacterSize(text);
+    const auto first = static_cast<unsigned char>(text[0]);
+    if (size == 0 || absl::ascii_iscntrl(first)) {
+      absl::StrAppend(&result, "\\x", absl::Hex(first, absl::kZeroPad2));
+    } else {
+      absl::StrAppend(&result, text.substr(0, size));
+    }
+    text.remove_prefix(std::max<size_t>(size, 1));
+  }
+  return result;
+}
 
 std::string Shorten(absl::string_view text, size_t max_bytes) {
   if (text.size() <= max_bytes) return std::string(text);

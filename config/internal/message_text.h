@@ -2,12 +2,20 @@
 #ifndef TRAINER_LORA_CONFIG_INTERNAL_MESSAGE_TEXT_H_
 #define TRAINER_LORA_CONFIG_INTERNAL_MESSAGE_TEXT_H_
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
 #include "absl/strings/string_view.h"
 
 namespace trainer_lora::config {
+
+// Bytes of the UTF-8 character that `text` starts with, 0 if it isn't one.
+size_t Utf8CharacterSize(absl::string_view text);
+
+// `text` as one line of UTF-8, whatever it was: control characters and bytes
+// that are no part of a character become \x0a, \xff, ...
+std::string Printable(absl::string_view text);
 
 // `text`, cut after `max_bytes` bytes (never inside a UTF-8 character) with
 // "..." instead of the rest.

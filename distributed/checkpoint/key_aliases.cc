@@ -5,6 +5,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "config/internal/message_text.h"
 
 namespace trainer_lora::distributed {
 namespace {
@@ -19,16 +20,16 @@ absl::string_view Lookup(const KeyAliases::Map& map, absl::string_view key) {
 absl::Status KeyAliases::Add(absl::string_view checkpoint_key,
                              absl::string_view model_name) {
   if (checkpoint_key.empty() || model_name.empty()) {
-    return absl::InvalidArgumentError(
+    return absl::InvalidArgumentError(config::Printable(
         absl::StrCat("the alias \"", checkpoint_key, "\" -> \"", model_name,
-                     "\" has an empty side"));
+                     "\" has an empty side")));
   }
   const auto [alias, added] = model_names_.try_emplace(
       std::string(checkpoint_key), std::string(model_name));
   if (!added && alias->second != model_name) {
-    return absl::InvalidArgumentError(absl::StrCat(
+    return absl::InvalidArgumentError(config::Printable(absl::StrCat(
         "the checkpoint key \"", checkpoint_key, "\" can't lead to \"",
-        model_name, "\": it leads to \"", alias->second, "\" already"));
+        model_name, "\": it leads to \"", alias->second, "\" already")));
   }
   first_keys_.try_emplace(std::string(model_name), std::string(checkpoint_key));
   return absl::OkStatus();

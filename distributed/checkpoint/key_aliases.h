@@ -26,7 +26,9 @@ class KeyAliases {
  public:
   // Checkpoint key -> model name, ordered by key.
   using Map = std::map<std::string, std::string, std::less<>>;
+  // The pair (checkpoint key, model name).
   using value_type = Map::value_type;
+  // Over these pairs.
   using const_iterator = Map::const_iterator;
 
   // Lets `checkpoint_key` stand for `model_name`. Several keys may lead to one
@@ -46,11 +48,14 @@ class KeyAliases {
   // Resolve's does.
   absl::string_view Reverse(absl::string_view model_name) const;
 
+  // The number of pairs.
   size_t size() const { return model_names_.size(); }
+  // Whether no key has an alias.
   bool empty() const { return model_names_.empty(); }
 
   // The pairs (checkpoint key, model name) in the order of the keys.
   const_iterator begin() const { return model_names_.begin(); }
+  // Behind the last of them.
   const_iterator end() const { return model_names_.end(); }
 
  private:

@@ -143,6 +143,12 @@ KeyResolver::Tables::Tables(const KeyAliases& aliases,
     }
   }
 
+  struct WrappedAlias {
+    absl::string_view key;
+    absl::string_view unwrapped;
+    Target target;
+  };
+  std::vector<WrappedAlias> wrapped_aliases;
   UnwrappedNames keys(aliases.size());
   for (const auto& [key, model_name] : aliases) {
     // Not an entry that another alias has made: aliases apply once.
@@ -153,11 +159,22 @@ KeyResolver::Tables::Tables(const KeyAliases& aliases,
     }
     std::string name = WithoutWrappers(model_name);
     const auto found = targets.find(name);
-    keys.Add(
-        key, Keep(WithoutWrappers(key)),
-        found == targets.end() ? Target{Keep(std::move(name))} : found->second);
+    const Target target =
+        found == targets.end() ? Target{Keep(std::move(name))} : found->second;
+    const absl::string_view unwrapped = Keep(WithoutWrappers(key));
+    keys.Add(key, unwrapped, target);
+    if (unwrapped != key) wrapped_aliases.push_back({key, unwrapped, target});
   }
-  for (const auto& [key, target] : std::move(keys).Build()) {
+  const Targets key_targets = std::move(keys).Build();
+  for (const auto& [key, unwrapped, target] : wrapped_aliases) {
+    const auto found = key_targets.find(unwrapped);
+    const bool is_found_without =
+        found != key_targets.end() && found->second.name == target.name;
+    if (target.is_in_model && !is_found_without) {
+      spelled_out.emplace(Keep(std::string(key)), target.name);
+    }
+  }
+  for (const auto& [key, target] : key_targets) {
     targets.insert_or_assign(key, target);
   }
 }

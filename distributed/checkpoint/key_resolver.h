@@ -23,7 +23,7 @@
 
 namespace trainer_lora::distributed {
 
-// From key to name in this order:
+// Leads from a key to a name, in this order:
 //
 // 1. The segments _orig_mod, _fsdp_wrapped_module and
 //    _checkpoint_wrapped_module are left out wherever they are. They are never

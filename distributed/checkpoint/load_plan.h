@@ -38,6 +38,7 @@ struct TargetTensor {
   // One for each place in the model that it hangs at; the first is used in
   // messages. Not empty.
   std::vector<std::string> names;
+  // The type to which the checkpoint's elements are converted.
   TensorDtype dtype;
   // Over all ranks.
   std::vector<int64_t> global_shape;
@@ -49,10 +50,12 @@ struct TargetTensor {
 // The shape of the rank's own tensor.
 std::vector<int64_t> LocalShape(const TargetTensor& target);
 
+// What a checkpoint's keys stand for, and what may be missing.
 struct LoadPlanOptions {
-  // From the checkpoint's keys to the model's names: the mapping first, then
-  // the aliases. KeyResolver says how wrappers' prefixes are treated.
+  // From the checkpoint's keys to the model's names. KeyResolver says how
+  // wrappers' prefixes are treated.
   StateDictMapping mapping;
+  // From the names that `mapping` gives to those that the model has by now.
   KeyAliases aliases;
 
   // Regular expressions (RE2). A key that one matches from end to end is
@@ -77,14 +80,18 @@ struct PlannedCopy {
   // A dimension over which runs repeat: `count` times, with these distances in
   // elements.
   struct Loop {
+    // At least 2.
     int64_t count;
+    // In the source.
     int64_t source_stride;
+    // In the target's local tensor.
     int64_t local_stride;
   };
 
-  // Where run `run`, in [0, num_runs), begins: in elements from the start of
-  // the source, and of the target's local tensor.
+  // Where run `run`, in [0, num_runs), begins in the source: in elements from
+  // its start.
   int64_t SourceBegin(int64_t run) const;
+  // Where it begins in the target's local tensor, likewise.
   int64_t LocalBegin(int64_t run) const;
 
   // A read takes all from the beginning of run `begin` to the end of the run
@@ -92,12 +99,12 @@ struct PlannedCopy {
   // follow each other from run 0 to num_runs.
   int64_t ReadEnd(int64_t begin) const;
 
-  size_t source;  // An index into the checkpoint's tensors.
-  size_t target;  // An index into the targets.
-  int64_t source_begin;
-  int64_t local_begin;
-  int64_t run_elements;
-  int64_t num_runs;
+  size_t source;            // An index into the checkpoint's tensors.
+  size_t target;            // An index into the targets.
+  int64_t source_begin;     // SourceBegin(0).
+  int64_t local_begin;      // LocalBegin(0).
+  int64_t run_elements;     // Of each run.
+  int64_t num_runs;         // The product of the loops' counts.
   std::vector<Loop> loops;  // Outermost first.
   // The most runs that a read takes: 1 where the gaps are large.
   int64_t runs_per_read;
@@ -110,11 +117,13 @@ enum class ValueSource { kCheckpoint, kInitializer, kZero };
 
 // A checkpoint's tensor that is all, or a run of the rows, of a model's.
 struct KeyPart {
+  // The checkpoint's.
   std::string key;
   // Of dimension 0; -1 for a scalar.
   int64_t rows;
 };
 
+// The whole of it, for one rank.
 struct LoadPlan {
   // One a target.
   std::vector<ValueSource> value_sources;
@@ -123,9 +132,10 @@ struct LoadPlan {
   std::vector<std::vector<size_t>> sources;
   // In the order of their first bytes in the checkpoint.
   std::vector<PlannedCopy> copies;
-  // Keys, in the checkpoint's order.
+  // Keys that are left out as asked for, in the checkpoint's order.
   std::vector<std::string> ignored;
-  std::vector<std::string> unexpected;  // Empty when strict.
+  // Keys that the model has no place for, likewise; empty when strict.
+  std::vector<std::string> unexpected;
   // Under which keys the checkpoint has the targets, by their first names: what
   // a saver needs to write a model back as it was.
   std::map<std::string, std::vector<KeyPart>> origins;

@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <string>
 #include <system_error>
@@ -20,6 +19,7 @@
 #include "config/internal/status_macros.h"
 #include "config/logging.h"
 #include "distributed/checkpoint/internal/json_handler.h"
+#include "distributed/checkpoint/internal/read_file.h"
 #include "distributed/checkpoint/internal/safetensors_index.h"
 #include "distributed/checkpoint/safetensors_file.h"
 
@@ -66,11 +66,6 @@ absl::Status FileSystemError(const std::error_code& error,
   return absl::ErrnoToStatus(error.value(), absl::StrCat("opening ", path));
 }
 
-absl::Status IndexError(const std::string& path, absl::string_view message) {
-  return absl::DataLossError(
-      absl::StrCat(path, " is not a valid safetensors index: ", message));
-}
-
 absl::StatusOr<FolderContents> ListFolder(const std::string& folder) {
   FolderContents contents;
   std::error_code error;
@@ -108,30 +103,14 @@ absl::StatusOr<std::string> ChooseCheckpoint(const std::string& folder,
 }
 
 absl::StatusOr<internal::SafetensorsIndex> ReadIndex(const std::string& path) {
-  std::error_code error;
-  const fs::file_status status = fs::status(path, error);
-  if (!fs::exists(status)) return FileSystemError(error, path);
-  // Opening a pipe would wait for somebody to write to it.
-  if (!fs::is_regular_file(status)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, " is not a regular file"));
-  }
-  const uintmax_t size = fs::file_size(path, error);
-  if (error) return FileSystemError(error, path);
-  // Before anything of this size is allocated.
-  if (size > internal::kMaxSafetensorsIndexSize) {
-    return IndexError(path, absl::StrCat("it has ", size, " bytes, more than ",
-                                         internal::kMaxSafetensorsIndexSize));
-  }
-  std::string json(static_cast<size_t>(size), '\0');
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream.read(&json[0], static_cast<std::streamsize>(json.size()))) {
-    return absl::DataLossError(absl::StrCat(path, ": reading it failed"));
-  }
+  LORA_ASSIGN_OR_RETURN(
+      const std::string json,
+      internal::ReadFile(path, internal::kMaxSafetensorsIndexSize));
   absl::StatusOr<internal::SafetensorsIndex> index =
       internal::ParseSafetensorsIndex(json);
-  if (!index.ok()) return IndexError(path, index.status().message());
-  return index;
+  if (index.ok()) return index;
+  return absl::DataLossError(absl::StrCat(
+      path, " is not a valid safetensors index: ", index.status().message()));
 }
 
 // That none of `files_beside` the index at `path` is a checkpoint of its own.

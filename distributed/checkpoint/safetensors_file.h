@@ -73,11 +73,11 @@ int64_t TensorDtypeBits(TensorDtype dtype);
 
 // One tensor of a file.
 struct TensorInfo {
-  std::string name;
-  TensorDtype dtype;
+  std::string name;            // Each is there once in a file.
+  TensorDtype dtype;           // Of its elements.
   std::vector<int64_t> shape;  // Empty for a scalar.
   uint64_t byte_offset;        // Of its first byte, from the file's start.
-  uint64_t byte_size;
+  uint64_t byte_size;          // What `dtype` and `shape` make.
 };
 
 // An open file whose header was checked. Movable. The const members may be
@@ -98,6 +98,7 @@ class SafetensorsFile {
   SafetensorsFile& operator=(SafetensorsFile&& other) noexcept;
   ~SafetensorsFile();
 
+  // As given to Open().
   const std::string& path() const { return path_; }
 
   // In the order of their bytes in the file; empty ones at the same place by
@@ -131,12 +132,12 @@ class SafetensorsFile {
   std::map<std::string, std::string> metadata_;
 };
 
-// A tensor to be written: `data` points to its elements, row-major and without
-// gaps, and may be null if there are none.
+// A tensor to be written, which the caller holds.
 struct TensorView {
-  std::string name;
-  TensorDtype dtype;
-  std::vector<int64_t> shape;
+  std::string name;            // Its key in the file.
+  TensorDtype dtype;           // Of its elements.
+  std::vector<int64_t> shape;  // Empty for a scalar.
+  // Its elements, row-major and without gaps; may be null if there are none.
   const void* data;
 };
 

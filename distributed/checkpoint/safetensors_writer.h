@@ -32,8 +32,8 @@ namespace trainer_lora::distributed {
 
 // A tensor to be written, without its bytes.
 struct TensorSpec {
-  std::string name;
-  TensorDtype dtype;
+  std::string name;            // Its key in the file.
+  TensorDtype dtype;           // Of its elements.
   std::vector<int64_t> shape;  // Empty for a scalar.
 };
 

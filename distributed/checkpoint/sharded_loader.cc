@@ -13,6 +13,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "ATen/ops/empty.h"
+#include "ATen/record_function.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
@@ -234,6 +235,7 @@ std::vector<std::string> AgreementLines(
     const std::vector<ModelTensor>& tensors,
     const SafetensorsCheckpoint& checkpoint) {
   std::vector<std::string> lines;
+  lines.reserve(tensors.size() + checkpoint.tensors().size());
   for (const ModelTensor& tensor : tensors) {
     lines.push_back(internal::DescribeShards(tensor));
   }
@@ -527,6 +529,7 @@ class Loader {
 absl::StatusOr<LoadCheckpointReport> LoadCheckpoint(
     torch::nn::Module& model, const std::string& path,
     const LoadCheckpointOptions& options) {
+  RECORD_FUNCTION("trainer_lora::load_checkpoint", {});
   // A parameter that is loaded in inference mode could not be trained.
   const c10::InferenceMode no_inference_mode(false);
   const at::NoGradGuard no_grad;

@@ -40,16 +40,21 @@ namespace trainer_lora::distributed {
 
 // How far this rank is with its data.
 struct LoadProgress {
+  // Of tensor data, that this rank has so far.
   int64_t bytes_done = 0;
+  // That it gets in all.
   int64_t bytes_total = 0;
   // From the mean rate so far.
   absl::Duration time_left = absl::InfiniteDuration();
 };
 
+// What a load goes by. With a mesh, alike on every rank.
 struct LoadCheckpointOptions {
-  // From the checkpoint's keys to the model's names: first the mapping, then
-  // the aliases. Prefixes of wrappers need neither (see key_resolver.h).
+  // From the checkpoint's keys to the model's names. Prefixes of wrappers need
+  // no rule (see key_resolver.h).
   StateDictMapping mapping;
+  // From the names that `mapping` gives to those that the model has by now:
+  // LoraTraining::checkpoint_key_aliases.
   KeyAliases aliases;
 
   // Asked for each parameter and buffer that the checkpoint lacks; may be null.

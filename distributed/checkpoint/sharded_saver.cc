@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "ATen/record_function.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
@@ -316,8 +317,9 @@ class Saver {
       absl::StatusOr<SafetensorsWriter> created =
           SafetensorsWriter::Create(new_folder_->PathOf(FileName(index)),
                                     SpecsOf(index), options_.metadata);
-      if (created.ok()) writer.emplace(*std::move(created));
-      return FileStatus(created.status());
+      if (!created.ok()) return FileStatus(created.status());
+      writer.emplace(*std::move(created));
+      return absl::OkStatus();
     }));
     for (const Entry& entry : files_[index]) {
       // Agreeing after each tensor keeps a rank that has none of the next ones
@@ -408,6 +410,7 @@ class Saver {
 absl::Status SaveCheckpoint(const torch::nn::Module& model,
                             const std::string& folder,
                             const SaveCheckpointOptions& options) {
+  RECORD_FUNCTION("trainer_lora::save_checkpoint", {});
   const at::NoGradGuard no_grad;
   return Saver(model, folder, options).Save();
 }

@@ -48,6 +48,7 @@ struct SaveTransform {
       apply;
 };
 
+// What is written, and how.
 struct SaveCheckpointOptions {
   // The ranks that save together; null: this process alone.
   std::shared_ptr<const DeviceMesh> mesh;

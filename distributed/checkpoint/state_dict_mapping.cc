@@ -12,9 +12,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "config/internal/message_text.h"
 #include "config/internal/status_macros.h"
 #include "re2/re2.h"
 #include "re2/set.h"
@@ -23,26 +23,13 @@
 namespace trainer_lora::distributed {
 namespace {
 
+using ::trainer_lora::config::Printable;
+
 // \0 to \9.
 constexpr int kMaxGroups = 10;
 
 // For the automaton of all patterns together; RE2's default is for one.
 constexpr int64_t kSetMemory = 64 << 20;
-
-// `text` for a message, which must be UTF-8 even if the text is not.
-std::string Printable(absl::string_view text) {
-  std::string result;
-  for (const char c : text) {
-    if (absl::ascii_isprint(static_cast<unsigned char>(c))) {
-      result += c;
-    } else {
-      absl::StrAppend(
-          &result, "\\x",
-          absl::Hex(static_cast<unsigned char>(c), absl::kZeroPad2));
-    }
-  }
-  return result;
-}
 
 // A rule that is known to be good.
 struct CompiledRule {

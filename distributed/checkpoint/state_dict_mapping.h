@@ -3,10 +3,10 @@
 // of one, as the three projections of a fused layer are:
 //
 //   absl::StatusOr<StateDictMapping> mapping = StateDictMapping::Create({
-//       {R"(blocks\.(\d+)\.attn1\.to_q\.(.*))", R"(blocks.\1.to_qkv.\2)", 0,
-//       3}, {R"(blocks\.(\d+)\.attn1\.to_k\.(.*))", R"(blocks.\1.to_qkv.\2)",
-//       1, 3}, {R"(blocks\.(\d+)\.attn1\.to_v\.(.*))",
-//       R"(blocks.\1.to_qkv.\2)", 2, 3}, {R"(proj_out\.(.*))", R"(head.\1)"},
+//       {R"((.*)\.attn1\.to_q\.(.*))", R"(\1.to_qkv.\2)", 0, 3},
+//       {R"((.*)\.attn1\.to_k\.(.*))", R"(\1.to_qkv.\2)", 1, 3},
+//       {R"((.*)\.attn1\.to_v\.(.*))", R"(\1.to_qkv.\2)", 2, 3},
+//       {R"(proj_out\.(.*))", R"(head.\1)"},
 //   });
 //   if (!mapping.ok()) return mapping.status();
 //   mapping->Map("proj_out.bias");            // head.bias
@@ -38,14 +38,15 @@ struct MappingRule {
   // The tensor is the `part`-th, from 0, of the `num_parts` that make the named
   // one when they are concatenated in this order along dimension 0.
   int64_t part = 0;
+  // At least 1: the tensor is the whole one.
   int64_t num_parts = 1;
 };
 
 // Where a key leads: the name of a tensor, and which part of it the key holds.
 struct MappedKey {
-  std::string name;
-  int64_t part = 0;  // As in MappingRule.
-  int64_t num_parts = 1;
+  std::string name;       // Of the whole tensor.
+  int64_t part = 0;       // As in MappingRule.
+  int64_t num_parts = 1;  // As in MappingRule.
 };
 
 // An immutable value; cheap to copy, safe to share between threads.

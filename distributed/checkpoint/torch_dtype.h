@@ -1,4 +1,7 @@
-// The element types of files as those of tensors, and back.
+// The element types of files as those of tensors, and back:
+//
+//   ToScalarType(TensorDtype::kBF16);  // at::kBFloat16
+//   ToTensorDtype(at::kComplexDouble);  // nullopt: files don't have it
 #ifndef TRAINER_LORA_DISTRIBUTED_CHECKPOINT_TORCH_DTYPE_H_
 #define TRAINER_LORA_DISTRIBUTED_CHECKPOINT_TORCH_DTYPE_H_
 

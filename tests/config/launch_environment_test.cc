@@ -177,6 +177,16 @@ TEST(LaunchEnvironmentTest, RefusesNonsenseWithVariableAndValue) {
 
 // --- Launchers ---------------------------------------------------------------
 
+// Unlike files, variables may have any bytes.
+TEST(LaunchEnvironmentTest, AMessageIsOneLineOfUtf8WhateverTheValuesAre) {
+  EXPECT_THAT(Read(With(Torchrun(), {{"RANK", "\xff\n1"}})),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr(R"(got "\xff\x0a1")")));
+  EXPECT_THAT(Read({{"RANK", "\xc3\x1b[0m"}}),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr(R"(RANK=\xc3\x1b[0m but no)")));
+}
+
 TEST(LaunchEnvironmentTest, FindsTheLauncherAndTheProcessesPlace) {
   struct Case {
     const char* name;

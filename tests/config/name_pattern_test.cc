@@ -106,6 +106,9 @@ TEST(NamePatternTest, RefusesWhatIsNoPattern) {
       {"to_(q", kRegex, "missing"},
       {"*to_q", kRegex, "repetition"},
       {"(?=to_q)", kRegex, "(?="},
+      {"to_[\xff]", kGlob, "UTF-8"},
+      // The message has a part of the pattern.
+      {"[[:a\xff:]]", kRegex, "[:a\\xff:]"},
       // More memory than a pattern may take.
       {"((((to_q{100}){100}){100}){100})", kRegex, "repetition"},
   };

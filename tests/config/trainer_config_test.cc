@@ -26,6 +26,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
 using testutil::IsOk;
 using testutil::LogCapture;
@@ -141,6 +142,26 @@ TEST(TrainerConfigTest, ReportsAllProblemsOfAFile) {
                        "got an empty list\n"
                        "train.yaml:16:3: models.empty must be a mapping, got "
                        "null"));
+}
+
+// Text of the file does not look like lines of a message.
+TEST(TrainerConfigTest, AProblemIsOneLineWhateverTheRoleIsCalled) {
+  const std::string role = "a\\n\\x07" + std::string(100, 'b');
+  const std::string shown = "models.a\\x0a\\x07" + std::string(57, 'b') + "...";
+  EXPECT_THAT(TrainerConfig::Parse(
+                  absl::StrCat("models: {\"", role, "\": {trainable: 3}}"),
+                  "train.yaml"),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       AllOf(HasSubstr(absl::StrCat(": ", shown, ".trainable")),
+                             Not(HasSubstr("\n")))));
+  LogCapture logs;
+  EXPECT_THAT(TrainerConfig::Parse(
+                  absl::StrCat("models: {\"", role, "\": {lora: {rank: 3}}}"),
+                  "train.yaml"),
+              IsOk());
+  EXPECT_THAT(
+      logs.Messages(LogLevel::kInfo),
+      ElementsAre(StartsWith(absl::StrCat(shown, ".lora.rank=3 is set"))));
 }
 
 TEST(TrainerConfigTest, DisabledLoraMayStandOnAFrozenRole) {
@@ -373,7 +394,8 @@ TEST(TrainerConfigOverrideTest, RefusesWithTheOverrideInsteadOfALine) {
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(c.name);
-    const std::string shown = absl::Utf8SafeCEscape(c.override.substr(0, 200));
+    const std::string shown = absl::StrReplaceAll(
+        absl::Utf8SafeCEscape(c.override.substr(0, 200)), {{"\xFF", "\\xff"}});
     EXPECT_THAT(ParseWith({"training.seed=3", c.override}),
                 StatusIs(absl::StatusCode::kInvalidArgument,
                          absl::StrCat("override \"", shown,
@@ -403,6 +425,17 @@ TEST(TrainerConfigOverrideTest, ReportsAllProblemsOfFileAndOverrides) {
                        AllOf(HasSubstr("override \"a\": there is no ="),
                              HasSubstr("\noverride \"models.x.y=1\": models "
                                        "has no x"))));
+}
+
+TEST(TrainerConfigOverrideTest, ReportsEachProblemOfAValueOnALineOfItsOwn) {
+  EXPECT_THAT(
+      ParseWith({"x={a: 1, a: 2, b: 1, b: 2}"}),
+      StatusIs(
+          absl::StatusCode::kInvalidArgument,
+          "override \"x={a: 1, a: 2, b: 1, b: 2}\": the key \"a\" is given "
+          "twice\n"
+          "override \"x={a: 1, a: 2, b: 1, b: 2}\": the key \"b\" is given "
+          "twice"));
 }
 
 // What the trainer reads on its own names overrides too.

@@ -560,6 +560,16 @@ TEST(YamlErrorsTest, NamesTheSourceOfAPosition) {
   EXPECT_EQ(YamlErrors("").Locate(YAML::Mark(), "wrong"), "wrong");
 }
 
+TEST(YamlErrorsTest, AMessageIsOneLineOfUtf8WhateverItQuotes) {
+  YamlErrors errors("f.yaml");
+  errors.AddSource(10, "override \"\xff\"");
+  YAML::Mark mark;
+  EXPECT_EQ(errors.Locate(mark, "a\nb \xc3\xa4"),
+            "f.yaml:1:1: a\\x0ab \xc3\xa4");
+  mark.line = 10;
+  EXPECT_EQ(errors.Locate(mark, "\xc3"), "override \"\\xff\": \\xc3");
+}
+
 TEST(ParseYamlAtTest, StartsAtALineAndMayBeEmpty) {
   LORA_ASSERT_OK_AND_ASSIGN(const YAML::Node node, ParseYamlAt(41, "[a,\n b]"));
   EXPECT_EQ(node[0].Mark().line, 41);

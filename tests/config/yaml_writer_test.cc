@@ -31,7 +31,8 @@ empty: [[], {}, ~]
 text: |
   two
   lines
-tagged: [!!str 16, !!int "7", !custom x, !pair [a]]
+tagged: [!!str 16, !!int "7", !custom x, !pair [a], !!binary aGk=, !!seq [a],
+         !!omap [a], !!set {}, !!null ""]
 ? [complex, key]
 : 1
 )",
@@ -57,6 +58,11 @@ tagged:
   - 7
   - !<!custom> x
   - !<!pair> [a]
+  - !<tag:yaml.org,2002:binary> aGk=
+  - [a]
+  - !<tag:yaml.org,2002:omap> [a]
+  - !<tag:yaml.org,2002:set> {}
+  - !<tag:yaml.org,2002:null> ""
 ? [complex, key]
 : 1
 )");
@@ -165,6 +171,9 @@ TEST(SameYamlTest, ComparesMeaningAndOrder) {
       {"[!!str 16]", "['16']", true},
       {"[!x a]", "[a]", false},
       {"[!x a]", "[!y a]", false},
+      {"[!!binary a]", "[a]", false},
+      {"[!!map {}]", "[{}]", true},
+      {"[!!set {}]", "[{}]", false},
       {"[a, b]", "[b, a]", false},
       {"[a, b]", "[a]", false},
       {"{a: 1, b: 2}", "{b: 2, a: 1}", false},

@@ -18,6 +18,7 @@
 #include "distributed/placement.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/testutil/operator_log.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/thread_ranks.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
@@ -29,6 +30,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::trainer_lora::testutil::IsOk;
+using ::trainer_lora::testutil::OperatorLog;
 using ::trainer_lora::testutil::RunRanks;
 using ::trainer_lora::testutil::StatusIs;
 
@@ -526,6 +528,24 @@ TEST(GradientSyncTest, OverlapStartsBuffersDuringTheBackwardPass) {
     ASSERT_THAT(sync->Sync(), IsOk());
     EXPECT_EQ(sync->statistics().overlapped_buckets, 1);
     EXPECT_EQ(sync->statistics().collectives, 3);
+  });
+}
+
+TEST(GradientSyncTest, ProfilersSeeWhatStartsDuringTheBackwardPass) {
+  RunMeshRanks(2, [](int, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "a", {16}),
+                                   Replicated(mesh, "b", {16})};
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const auto sync,
+        GradientSync::Create(mesh, parameters, WithBuckets(64, true)));
+    const OperatorLog log;
+    parameters[1].parameter.sum().backward();
+    EXPECT_EQ(log.Count("trainer_lora::gradient_sync"), 0);
+    EXPECT_EQ(log.Count("trainer_lora::gradient_sync::start"), 1);
+    ASSERT_THAT(sync->Sync(), IsOk());
+    EXPECT_EQ(log.Count("trainer_lora::gradient_sync"), 1);
+    EXPECT_EQ(log.Count("trainer_lora::gradient_sync::start"), 2);
+    EXPECT_EQ(log.Count("trainer_lora::gradient_sync::finish"), 2);
   });
 }
 

@@ -12,8 +12,8 @@
 #include "distributed/placement.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/testutil/collective_counter.h"
 #include "tests/testutil/error_of.h"
+#include "tests/testutil/operator_log.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/thread_ranks.h"
 #include "torch/csrc/autograd/autograd.h"
@@ -24,8 +24,8 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using ::trainer_lora::testutil::CollectiveCounter;
 using ::trainer_lora::testutil::ErrorOf;
+using ::trainer_lora::testutil::OperatorLog;
 using ::trainer_lora::testutil::RunRanks;
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -224,27 +224,27 @@ TEST(TensorParallelTest, ScatterAndGatherGradientsAreThoseOfOneProcess) {
 TEST(TensorParallelTest, BackwardMakesACollectiveOnlyForAGradient) {
   RunRanks(2, [](int, GroupPtr group) {
     LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
-    const CollectiveCounter counter;
+    const OperatorLog log;
     const at::Tensor weight = Leaf(at::ones({3}));
     const at::Tensor input = at::ones({2, 3});
     (CopyToTensorParallel(input, mesh, 0) * weight).sum().backward();
-    EXPECT_EQ(counter.count(), 0);
+    EXPECT_EQ(log.CountCollectives(), 0);
     (CopyToTensorParallel(Leaf(input), mesh, 0) * weight).sum().backward();
-    EXPECT_EQ(counter.count(), 1);
+    EXPECT_EQ(log.CountCollectives(), 1);
 
     ReduceFromTensorParallel(input * weight, mesh, 0).sum().backward();
-    EXPECT_EQ(counter.count(), 2) << "that of forward";
+    EXPECT_EQ(log.CountCollectives(), 2) << "that of forward";
 
     const at::Tensor half = at::ones({2});
     (ScatterToTensorParallel(input, mesh, 0).sum() * Leaf(half))
         .sum()
         .backward();
-    EXPECT_EQ(counter.count(), 2);
+    EXPECT_EQ(log.CountCollectives(), 2);
     ScatterToTensorParallel(Leaf(input), mesh, 0).sum().backward();
-    EXPECT_EQ(counter.count(), 3);
+    EXPECT_EQ(log.CountCollectives(), 3);
 
     GatherFromTensorParallel(Leaf(half), 4, mesh, 0).sum().backward();
-    EXPECT_EQ(counter.count(), 4) << "that of forward";
+    EXPECT_EQ(log.CountCollectives(), 4) << "that of forward";
   });
 }
 
@@ -253,13 +253,13 @@ TEST(TensorParallelTest, ADimensionOfOneRankDoesNothing) {
     LORA_ASSERT_OK_AND_ASSIGN(
         const MeshPtr mesh,
         DeviceMesh::Create(group, {{"data", 2}, {"tensor", 1}}));
-    const CollectiveCounter counter;
+    const OperatorLog log;
     const at::Tensor input = Leaf(at::ones({2, 3}));
     EXPECT_TRUE(CopyToTensorParallel(input, mesh, 1).is_same(input));
     EXPECT_TRUE(ReduceFromTensorParallel(input, mesh, 1).is_same(input));
     EXPECT_TRUE(ScatterToTensorParallel(input, mesh, 1).is_same(input));
     EXPECT_TRUE(GatherFromTensorParallel(input, 3, mesh, 1).is_same(input));
-    EXPECT_EQ(counter.count(), 0);
+    EXPECT_EQ(log.CountCollectives(), 0);
   });
 }
 

@@ -1,17 +1,19 @@
 // What fuzz targets check their subject with:
 //
 //   FUZZ_CHECK(tensor.byte_size == size) << tensor.name;
-//   FUZZ_CHECK(IsUtf8(status.message()));
+//   FUZZ_CHECK(IsLine(status.message()));
 //
-// The messages of errors go into logs and terminals, so they must be UTF-8
-// whatever was in the input.
+// The messages of errors go into logs and terminals, so they must be UTF-8, and
+// not look like further lines, whatever was in the input.
 #ifndef TRAINER_LORA_TESTS_FUZZ_FUZZ_CHECK_H_
 #define TRAINER_LORA_TESTS_FUZZ_FUZZ_CHECK_H_
 
+#include <algorithm>
 #include <cstdlib>
 #include <iostream>
 #include <string>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/string_view.h"
 #include "nlohmann/json.hpp"
 
@@ -43,6 +45,13 @@ inline bool IsUtf8(absl::string_view text) {
   } catch (const nlohmann::json::exception&) {
     return false;
   }
+}
+
+// Whether `text` is a line of UTF-8: not empty, without control characters.
+inline bool IsLine(absl::string_view text) {
+  return !text.empty() && IsUtf8(text) &&
+         std::none_of(text.begin(), text.end(),
+                      [](unsigned char c) { return absl::ascii_iscntrl(c); });
 }
 
 }  // namespace trainer_lora::fuzz

@@ -18,6 +18,7 @@
 #include "distributed/checkpoint/state_dict_mapping.h"
 #include "re2/re2.h"
 #include "tests/fuzz/fuzz_check.h"
+#include "tests/fuzz/fuzz_input.h"
 
 namespace trainer_lora::distributed {
 namespace {
@@ -119,19 +120,11 @@ void TestMapping(const std::vector<MappingRule>& rules,
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using ::trainer_lora::distributed::MappingRule;
-  const absl::string_view input(reinterpret_cast<const char*>(data), size);
+  absl::string_view input(reinterpret_cast<const char*>(data), size);
   std::vector<MappingRule> rules;
-  std::vector<std::string> keys;
-  bool in_keys = false;
-  for (const absl::string_view line : absl::StrSplit(input, '\n')) {
-    if (in_keys) {
-      keys.emplace_back(line);
-    } else if (line.empty()) {
-      in_keys = true;
-    } else {
-      rules.push_back(trainer_lora::distributed::ParseRule(line));
-    }
+  for (const std::string& line : trainer_lora::fuzz::ConsumeLines(input)) {
+    rules.push_back(trainer_lora::distributed::ParseRule(line));
   }
-  trainer_lora::distributed::TestMapping(rules, keys);
+  trainer_lora::distributed::TestMapping(rules, absl::StrSplit(input, '\n'));
   return 0;
 }

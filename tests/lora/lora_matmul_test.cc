@@ -11,13 +11,13 @@
 #include "ATen/Parallel.h"
 #include "ATen/TensorOperators.h"
 #include "ATen/autocast_mode.h"
-#include "ATen/record_function.h"
 #include "absl/types/span.h"
 #include "c10/core/GradMode.h"
 #include "c10/util/Exception.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testutil/gradcheck.h"
+#include "tests/testutil/operator_log.h"
 #include "tests/testutil/tensor_memory.h"
 #include "torch/csrc/autograd/autograd.h"
 
@@ -29,6 +29,7 @@ using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 using ::trainer_lora::testutil::GradCheck;
 using ::trainer_lora::testutil::GradGradCheck;
+using ::trainer_lora::testutil::OperatorLog;
 using ::trainer_lora::testutil::TensorFunction;
 using ::trainer_lora::testutil::TensorMemory;
 
@@ -107,28 +108,10 @@ void ExpectAllClose(const Tensors& actual, const Tensors& expected,
 // What bfloat16 rounds, over what it rounds it to.
 constexpr double kBfloat16Tolerance = 1e-2;
 
-// The names of the operators that ran.
-class OperatorLog {
- public:
-  OperatorLog() { names_.clear(); }
-  ~OperatorLog() { at::removeCallback(handle_); }
-
-  int Count(const std::string& name) const {
-    return std::count(names_.begin(), names_.end(), "aten::" + name);
-  }
-  int Gemms() const { return Count("mm") + Count("addmm") + Count("addmm_"); }
-
- private:
-  static std::unique_ptr<at::ObserverContext> Record(
-      const at::RecordFunction& function) {
-    names_.push_back(function.name());
-    return nullptr;
-  }
-
-  static inline std::vector<std::string> names_;
-  const at::CallbackHandle handle_ =
-      at::addThreadLocalCallback(at::RecordFunctionCallback(Record));
-};
+int64_t Gemms(const OperatorLog& log) {
+  return log.Count("aten::mm") + log.Count("aten::addmm") +
+         log.Count("aten::addmm_");
+}
 
 // Autocast on the CPU to bfloat16.
 class AutocastScope {
@@ -392,20 +375,30 @@ TEST(LoraAddTest, KeepsTheDtypeOfTheBaseOutput) {
 
 // --- Cost --------------------------------------------------------------------
 
+TEST(LoraMatmulTest, ProfilersSeeItsPasses) {
+  const OperatorLog log;
+  const at::Tensor output =
+      LoraMatmul(Random({kFewRows, kIn}), RandomTerm(kIn, kOut, kRank));
+  EXPECT_EQ(log.Count("trainer_lora::lora_matmul"), 1);
+  output.sum().backward();
+  EXPECT_EQ(log.Count("trainer_lora::lora_matmul_backward"), 1);
+}
+
 TEST(LoraMatmulTest, ForwardIsGemmsAlone) {
   const LoraMatmulTerm term = RandomTerm(kIn, kOut, kRank);
   for (const int64_t rows : {kFewRows, kManyRows}) {
     const at::Tensor input = Random({rows, kIn});
     const OperatorLog log;
     LoraMatmul(input, term);
-    EXPECT_EQ(log.Gemms(), rows == kFewRows ? 3 : 2);
-    EXPECT_EQ(log.Count("add") + log.Count("mul") + log.Count("add_") +
-                  log.Count("mul_") + log.Count("cat"),
+    EXPECT_EQ(Gemms(log), rows == kFewRows ? 3 : 2);
+    EXPECT_EQ(log.Count("aten::add") + log.Count("aten::mul") +
+                  log.Count("aten::add_") + log.Count("aten::mul_") +
+                  log.Count("aten::cat"),
               0);
   }
   const OperatorLog log;
   LoraMatmul(Random({kFewRows, kIn}), {term, term, term});
-  EXPECT_EQ(log.Gemms(), 1 + 3 * 2);
+  EXPECT_EQ(Gemms(log), 1 + 3 * 2);
 }
 
 TEST(LoraMatmulTest, BackwardComputesWhatIsNeededAlone) {
@@ -437,7 +430,7 @@ TEST(LoraMatmulTest, BackwardComputesWhatIsNeededAlone) {
       const at::Tensor grad = at::ones_like(output);
       const OperatorLog log;
       torch::autograd::grad({output}, wanted, {grad});
-      EXPECT_EQ(log.Gemms(), rows == kFewRows ? test.few_rows : test.many_rows)
+      EXPECT_EQ(Gemms(log), rows == kFewRows ? test.few_rows : test.many_rows)
           << test.description << " of " << rows << " rows";
     }
   }

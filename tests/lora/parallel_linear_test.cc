@@ -22,8 +22,8 @@
 #include "lora/linear.h"
 #include "lora/lora_adapter.h"
 #include "lora/lora_gradient_sync.h"
-#include "tests/testutil/collective_counter.h"
 #include "tests/testutil/error_of.h"
+#include "tests/testutil/operator_log.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/thread_ranks.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
@@ -37,9 +37,9 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::trainer_lora::distributed::DeviceMesh;
-using ::trainer_lora::testutil::CollectiveCounter;
 using ::trainer_lora::testutil::ErrorOf;
 using ::trainer_lora::testutil::IsOk;
+using ::trainer_lora::testutil::OperatorLog;
 using ::trainer_lora::testutil::RunRanks;
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -413,9 +413,9 @@ TEST_P(ParallelLayerTest, AdaptersMakeNoCollectiveInForwardAndBackward) {
         input = input.index_select(-1, test.input_indices(2, rank));
       }
       input = Leaf(input);
-      const CollectiveCounter counter;
+      const OperatorLog log;
       built.forward(input).sum().backward();
-      return counter.count();
+      return log.CountCollectives();
     };
     const int64_t without = count_collectives(/*adopt=*/false);
     EXPECT_EQ(count_collectives(/*adopt=*/true), without);
@@ -649,11 +649,11 @@ TEST(ParallelBlockTest, GradientsAreThoseOfOneProcessWithoutAGatherInBetween) {
     Block block(mesh);
     SetValues(whole, *block);
     const at::Tensor input = input_of(data);
-    const CollectiveCounter counter;
+    const OperatorLog log;
     const at::Tensor output = block(input);
-    EXPECT_EQ(counter.count(), mesh->size(1) == 1 ? 0 : 2);
+    EXPECT_EQ(log.CountCollectives(), mesh->size(1) == 1 ? 0 : 2);
     loss_of(output, data).backward();
-    EXPECT_EQ(counter.count(), mesh->size(1) == 1 ? 0 : 4);
+    EXPECT_EQ(log.CountCollectives(), mesh->size(1) == 1 ? 0 : 4);
     ExpectClose(output.detach(), expected_output, "output");
     ExpectClose(input.grad(), expected_input_gradient, "input gradient");
 

@@ -52,8 +52,10 @@ pid_t StartRank(const std::string& scenario, int rank, int world_size,
       "MASTER_ADDR=127.0.0.1",
       "MASTER_PORT=" + std::to_string(port),
       "OMP_NUM_THREADS=1"};
-  // Where the machine's GPU driver is, and which GPUs the test may use.
-  for (const char* const name : {"CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"}) {
+  // Where the machine's GPU driver is, which GPUs the test may use, and where
+  // tools/coverage.sh has programs count.
+  for (const char* const name : {"CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH",
+                                 "GCOV_PREFIX", "GCOV_PREFIX_STRIP"}) {
     const char* const value = std::getenv(name);
     if (value != nullptr)
       environment.push_back(std::string(name) + "=" + value);

@@ -41,8 +41,8 @@ class JsonHandler : public nlohmann::json_sax<nlohmann::json> {
   // `document` is what messages call it.
   explicit JsonHandler(std::string document) : document_(std::move(document)) {}
 
-  bool Error(std::string message) {
-    status_ = absl::DataLossError(std::move(message));
+  bool Error(absl::string_view message) {
+    status_ = absl::DataLossError(message);
     return false;
   }
 

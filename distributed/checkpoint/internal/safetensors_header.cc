@@ -199,8 +199,9 @@ class HeaderHandler : public JsonHandler {
   bool AddTensor() {
     if (!dtype_.has_value()) return TensorError("it has no dtype");
     if (!shape_.has_value()) return TensorError("it has no shape");
-    if (!data_offsets_.has_value())
+    if (!data_offsets_.has_value()) {
       return TensorError("it has no data_offsets");
+    }
     const uint64_t begin = (*data_offsets_)[0];
     const uint64_t end = (*data_offsets_)[1];
     if (begin > end || end > data_size_) {

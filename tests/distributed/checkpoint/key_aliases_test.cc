@@ -78,6 +78,9 @@ TEST(KeyAliasesTest, RefusesASecondNameForAKey) {
                              HasSubstr("\"new_name\""))));
   EXPECT_EQ(aliases.Resolve("key"), "old_name");
   EXPECT_EQ(aliases.Reverse("new_name"), "new_name");
+  EXPECT_THAT(
+      aliases.Add("key", "\xff\n"),
+      StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(R"("\xff\x0a")")));
 }
 
 TEST(KeyAliasesTest, RefusesEmptySides) {

@@ -229,6 +229,21 @@ TEST(KeyResolverTest, GuessesNoneOfTwoAliasesThatAreEqual) {
   EXPECT_EQ(resolver.NameFor("x.w"), "x.w");
 }
 
+TEST(KeyResolverTest, FollowsTheAliasThatAKeySpellsOfSeveralThatAreEqual) {
+  const KeyResolver resolver(StateDictMapping(),
+                             MakeAliases({{"x._orig_mod.w", "a"},
+                                          {"_orig_mod.x.w", "b"},
+                                          {"y.w", "c"},
+                                          {"y._orig_mod.w", "d"}}),
+                             {"a", "b", "c", "d"});
+  EXPECT_THAT(resolver.Resolve("x._orig_mod.w"), IsWhole("a"));
+  EXPECT_THAT(resolver.Resolve("_orig_mod.x.w"), IsWhole("b"));
+  EXPECT_THAT(resolver.Resolve("x._fsdp_wrapped_module.w"), IsUnknown());
+  EXPECT_THAT(resolver.Resolve("y.w"), IsWhole("c"));
+  EXPECT_THAT(resolver.Resolve("y._orig_mod.w"), IsWhole("d"));
+  EXPECT_THAT(resolver.Resolve("_orig_mod.y.w"), IsWhole("c"));
+}
+
 TEST(KeyResolverTest, TakesOffEightPrefixesAtMost) {
   const KeyResolver resolver = ResolverOf({"w"});
   std::string key = "w";

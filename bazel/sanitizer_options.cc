@@ -1,0 +1,25 @@
+// The sanitizers' options, compiled into each program of --config=asan, ubsan
+// and tsan: they are then the same in any folder, for `bazel run`, on remote
+// workers and in processes that a test starts with an environment of its own.
+// ASAN_OPTIONS and the like still win over them.
+
+// The runtimes look these names up.
+extern "C" {
+
+const char* __asan_default_options() {
+  return "detect_leaks=1:detect_stack_use_after_return=1:"
+         "check_initialization_order=1:strict_init_order=1";
+}
+
+const char* __ubsan_default_options() { return "print_stacktrace=1"; }
+
+const char* __tsan_default_options() {
+  return "halt_on_error=1:second_deadlock_stack=1";
+}
+
+// libtorch is not instrumented: what orders its threads is not seen.
+const char* __tsan_default_suppressions() {
+  return "called_from_lib:libtorch_cpu.so\n";
+}
+
+}  // extern "C"

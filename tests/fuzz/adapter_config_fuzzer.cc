@@ -1,0 +1,84 @@
+// adapter_config.json, which may come from anywhere. The input has lines: the
+// names of layers; an empty line; the file.
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "lora/internal/adapter_config.h"
+#include "tests/fuzz/fuzz_check.h"
+#include "tests/fuzz/fuzz_input.h"
+
+namespace trainer_lora::lora::internal {
+namespace {
+
+using ::trainer_lora::fuzz::IsLine;
+using ::trainer_lora::fuzz::IsUtf8;
+
+void CheckError(const absl::Status& status) {
+  FUZZ_CHECK(status.code() == absl::StatusCode::kDataLoss ||
+             status.code() == absl::StatusCode::kFailedPrecondition)
+      << status;
+  FUZZ_CHECK(IsLine(status.message())) << status;
+}
+
+// An adapter that has these numbers: a file gives each layer its own back.
+void CheckReadsBack(const AdapterDescription& description) {
+  bool is_utf8 = true;
+  for (const AdapterLayer& layer : description.layers) {
+    is_utf8 = is_utf8 && IsUtf8(layer.name);
+  }
+  const absl::StatusOr<std::string> json = AdapterConfigJson(description);
+  FUZZ_CHECK(json.ok() == is_utf8) << json.status();
+  if (!json.ok()) {
+    FUZZ_CHECK(json.status().code() == absl::StatusCode::kInvalidArgument);
+    FUZZ_CHECK(IsLine(json.status().message()));
+    return;
+  }
+  const absl::StatusOr<AdapterConfig> again = AdapterConfig::Parse(*json);
+  FUZZ_CHECK(again.ok()) << again.status() << " in\n" << *json;
+  FUZZ_CHECK(again->use_dora() == description.use_dora);
+  FUZZ_CHECK(again->use_rslora() == description.use_rslora);
+  for (const AdapterLayer& layer : description.layers) {
+    FUZZ_CHECK(again->RankOf(layer.name) == layer.rank &&
+               again->AlphaOf(layer.name) == layer.alpha)
+        << layer.name << " in\n"
+        << *json;
+  }
+}
+
+void TestConfig(const std::vector<std::string>& names, absl::string_view json) {
+  const absl::StatusOr<AdapterConfig> config = AdapterConfig::Parse(json);
+  if (!config.ok()) return CheckError(config.status());
+  AdapterDescription description;
+  description.use_dora = config->use_dora();
+  description.use_rslora = config->use_rslora();
+  std::set<std::string> seen;
+  for (const std::string& name : names) {
+    const double rank = config->RankOf(name);
+    const double alpha = config->AlphaOf(name);
+    FUZZ_CHECK(std::isfinite(rank) && std::isfinite(alpha)) << name;
+    // A model has neither two layers of one name nor others than these.
+    if (seen.insert(name).second && rank >= 1 && rank <= INT32_MAX &&
+        rank == std::trunc(rank) && alpha > 0) {
+      description.layers.push_back({name, static_cast<int64_t>(rank), alpha});
+    }
+  }
+  if (!description.layers.empty()) CheckReadsBack(description);
+}
+
+}  // namespace
+}  // namespace trainer_lora::lora::internal
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  absl::string_view input(reinterpret_cast<const char*>(data), size);
+  const std::vector<std::string> names =
+      trainer_lora::fuzz::ConsumeLines(input);
+  trainer_lora::lora::internal::TestConfig(names, input);
+  return 0;
+}

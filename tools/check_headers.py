@@ -1,0 +1,44 @@
+"""Checks that each header compiles alone: that it includes what it uses.
+
+A source that includes a header before all else shows it: if the source compiles, so does the header. The other headers are
+compiled, with the options that compile_commands.json has for a source that includes them. Runs in the root of the workspace.
+"""
+
+import concurrent.futures
+import os
+import subprocess
+import sys
+
+import cpp_sources
+
+
+def _error_of(header: str, arguments: list[str]) -> str:
+    """What the compiler says of a header, or nothing."""
+    command = [*arguments[: arguments.index("-c")], "-fsyntax-only", "-x", "c++", "-"]
+    result = subprocess.run(command, input=f'#include "{header}"\n', capture_output=True, text=True, check=False)
+    return result.stderr or f"{command[0]} failed" if result.returncode else ""
+
+
+def main() -> int:
+    files = cpp_sources.read_files()
+    commands = cpp_sources.read_compile_commands(files)
+    shown = {cpp_sources.first_include(text) for name, text in files.items() if name.endswith(".cc")}
+    left = [name for name in files if name.endswith(".h") and name not in shown]
+    users = {header: source for source in commands for header in cpp_sources.included(source, files)}
+
+    failed = False
+    compiled = [header for header in left if header in users]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        errors = pool.map(lambda header: _error_of(header, commands[users[header]]), compiled)
+        for header, error in zip(compiled, errors):
+            if error:
+                failed = True
+                print(f"{error}\ncheck_headers: {header} does not compile alone: include what it uses", file=sys.stderr)
+    for header in left:
+        if header not in users:
+            print(f"check_headers: {header} was not compiled: no source of a build for CPU includes it")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
