@@ -65,6 +65,7 @@
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/internal/status_macros.h"
+#include "config/logging.h"
 #include "config/lora_config.h"
 #include "distributed/collectives.h"
 #include "distributed/device_mesh.h"
@@ -91,6 +92,10 @@ using distributed::GradientSync;
 using distributed::GradientSyncOptions;
 using distributed::GradientSyncStatistics;
 using distributed::ParameterLayout;
+
+// Each model logs what it adapted.
+const config::LogSink kNoLog =
+    config::SetLogSink([](const config::LogRecord&) {});
 
 // --- What is measured --------------------------------------------------------
 
