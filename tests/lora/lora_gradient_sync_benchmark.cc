@@ -9,6 +9,8 @@
 //   flat           one all-reduce and one division of one flat tensor that has
 //                  as many elements: what the network alone costs
 //   one_shot       ReduceGradients()
+//   model          SyncReplicatedLoraGradients() of a model whose adapters have
+//                  these tensors, and which it collects each time
 //   this           GradientSync::Sync(), gradients being views of its buffers
 //   backward       a backward pass without any reduction
 //   ddp            the same backward pass under DistributedDataParallel's
@@ -63,16 +65,23 @@
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/internal/status_macros.h"
+#include "config/logging.h"
+#include "config/lora_config.h"
 #include "distributed/collectives.h"
 #include "distributed/device_mesh.h"
 #include "distributed/gradient_sync.h"
 #include "distributed/parameter_layout.h"
+#include "lora/layer_replacement.h"
+#include "lora/linear.h"
+#include "lora/lora_gradient_sync.h"
 #include "tests/testutil/benchmark_device.h"
 #include "tests/testutil/benchmark_flags.h"
 #include "tests/testutil/follower_processes.h"
 #include "tests/testutil/median.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/reducer.hpp"
+#include "torch/nn/modules/container/modulelist.h"
+#include "torch/nn/options/linear.h"
 
 namespace trainer_lora::lora {
 namespace {
@@ -83,6 +92,10 @@ using distributed::GradientSync;
 using distributed::GradientSyncOptions;
 using distributed::GradientSyncStatistics;
 using distributed::ParameterLayout;
+
+// Each model logs what it adapted.
+const config::LogSink kNoLog =
+    config::SetLogSink([](const config::LogRecord&) {});
 
 // --- What is measured --------------------------------------------------------
 
@@ -233,6 +246,58 @@ class OneShot : public Contender {
   const Workload workload_;
   const std::vector<at::Tensor> parameters_;
   const std::vector<DistributedParameter> distributed_;
+};
+
+// The parameters are the factors of a model's adapters, two a layer.
+class Model : public Contender {
+ public:
+  static absl::StatusOr<std::unique_ptr<Contender>> Make(
+      const Workload& workload) {
+    const Case& size = workload.size;
+    // The largest power of two that leaves layers no narrower than their rank.
+    int64_t lora_rank = 1;
+    while (size.floats % (2 * lora_rank) == 0 &&
+           4 * lora_rank * lora_rank <= size.floats) {
+      lora_rank *= 2;
+    }
+    const int64_t width = size.floats / lora_rank;
+    torch::nn::ModuleList model;
+    for (int64_t i = 0; i < size.tensors / 2; ++i) {
+      model->push_back(
+          ReplicatedLinear(torch::nn::LinearOptions(width, width).bias(false)));
+    }
+    config::LoraConfig config;
+    config.enable = true;
+    config.rank = lora_rank;
+    config.target_modules = {"all-linear"};
+    LORA_RETURN_IF_ERROR(EnableLoraTraining(*model, config).status());
+    LORA_RETURN_IF_ERROR(FinalizeLoraTraining(*model).status());
+    model->to(workload.values.device());
+    LORA_RETURN_IF_ERROR(ReplicateLoraParameters(*model, workload.mesh));
+    return std::unique_ptr<Contender>(new Model(workload, std::move(model)));
+  }
+
+  void Prepare() override { FillGradients(parameters_, workload_.gradient()); }
+  absl::Status Run() override {
+    return SyncReplicatedLoraGradients(*model_).status();
+  }
+  at::Tensor Gradient(int64_t index) const override {
+    return parameters_[index].grad().flatten();
+  }
+
+ private:
+  Model(const Workload& workload, torch::nn::ModuleList model)
+      : workload_(workload), model_(std::move(model)) {
+    std::vector<at::Tensor> parameters;
+    for (const DistributedParameter& item : LoraParameters(*model_)) {
+      parameters.push_back(item.parameter);
+    }
+    parameters_ = WithGradients(std::move(parameters));
+  }
+
+  const Workload workload_;
+  const torch::nn::ModuleList model_;
+  std::vector<at::Tensor> parameters_;
 };
 
 class This : public Contender {
@@ -400,6 +465,7 @@ constexpr ContenderType kContenders[] = {
     {"loop", false, 1, Make<Loop>},
     {"flat", false, 0, Make<Flat>},
     {"one_shot", false, 0, Make<OneShot>},
+    {"model", false, 0, Model::Make},
     {"this", false, 0, This::Make},
     {"backward", true, 0, Make<Backward>},
     {"ddp", true, 0, Make<Ddp>},
