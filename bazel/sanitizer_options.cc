@@ -14,12 +14,11 @@ const char* __asan_default_options() {
 
 const char* __ubsan_default_options() { return "print_stacktrace=1"; }
 
-// libtorch is not instrumented: what orders its threads is not seen, nor that
-// it has locked a mutex which libstdc++ then waits with.
 const char* __tsan_default_options() {
-  return "halt_on_error=1:second_deadlock_stack=1:report_mutex_bugs=0";
+  return "halt_on_error=1:second_deadlock_stack=1";
 }
 
+// libtorch is not instrumented: what orders its threads is not seen.
 const char* __tsan_default_suppressions() {
   return "called_from_lib:libtorch_cpu.so\n";
 }
