@@ -61,11 +61,6 @@ void Warn(const std::string& path, absl::string_view message) {
   config::InitLogger("checkpoint").Warning(absl::StrCat(path, ": ", message));
 }
 
-absl::Status FileSystemError(const std::error_code& error,
-                             const std::string& path) {
-  return absl::ErrnoToStatus(error.value(), absl::StrCat("opening ", path));
-}
-
 absl::StatusOr<FolderContents> ListFolder(const std::string& folder) {
   FolderContents contents;
   std::error_code error;
@@ -75,7 +70,9 @@ absl::StatusOr<FolderContents> ListFolder(const std::string& folder) {
     if (absl::EndsWith(name, kIndexSuffix)) contents.indices.push_back(name);
     if (absl::EndsWith(name, kFileSuffix)) contents.files.push_back(name);
   }
-  if (error) return FileSystemError(error, folder);
+  if (error) {
+    return absl::ErrnoToStatus(error.value(), absl::StrCat("opening ", folder));
+  }
   std::sort(contents.indices.begin(), contents.indices.end());
   std::sort(contents.files.begin(), contents.files.end());
   return contents;
