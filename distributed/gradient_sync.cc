@@ -545,9 +545,10 @@ absl::StatusOr<std::unique_ptr<GradientSync::Impl>> GradientSync::Impl::Build(
               reduced, local_check));
   LORA_RETURN_IF_ERROR(AgreeOnShards(*mesh, reduced));
 
-  std::unique_ptr<Impl> impl(new Impl(mesh, options));
-  LORA_ASSIGN_OR_RETURN(impl->buckets_, MakeBuckets(*mesh, reduced, options,
-                                                    /*first_index=*/0));
+  std::unique_ptr<Impl> impl(new Impl(std::move(mesh), options));
+  LORA_ASSIGN_OR_RETURN(
+      impl->buckets_,
+      MakeBuckets(*impl->mesh_, reduced, options, /*first_index=*/0));
   for (const DistributedParameter& parameter : reduced) {
     impl->entries_.emplace_back(parameter);
   }
@@ -893,7 +894,7 @@ GradientSync::~GradientSync() = default;
 
 absl::StatusOr<std::unique_ptr<GradientSync>> GradientSync::Create(
     std::shared_ptr<const DeviceMesh> mesh,
-    std::vector<DistributedParameter> parameters,
+    absl::Span<const DistributedParameter> parameters,
     const GradientSyncOptions& options) {
   LORA_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
                         Impl::Build(std::move(mesh), parameters, options,
@@ -903,7 +904,7 @@ absl::StatusOr<std::unique_ptr<GradientSync>> GradientSync::Create(
 }
 
 absl::Status GradientSync::Replace(
-    std::vector<DistributedParameter> parameters) {
+    absl::Span<const DistributedParameter> parameters) {
   LORA_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
                         Impl::Build(impl_->mesh(), parameters, impl_->options(),
                                     /*hooks_may_exist=*/true));

@@ -112,7 +112,7 @@ class GradientSync {
   // that has a hook for accumulated gradients already, which overlap needs.
   static absl::StatusOr<std::unique_ptr<GradientSync>> Create(
       std::shared_ptr<const DeviceMesh> mesh,
-      std::vector<DistributedParameter> parameters,
+      absl::Span<const DistributedParameter> parameters,
       const GradientSyncOptions& options = {});
 
   ~GradientSync();
@@ -146,7 +146,7 @@ class GradientSync {
 
   // Collective. Goes on with another set of parameters, or with the same after
   // they changed. Errors as in Create(); this object is then as it was.
-  absl::Status Replace(std::vector<DistributedParameter> parameters);
+  absl::Status Replace(absl::Span<const DistributedParameter> parameters);
 
   // While one lives, backward passes accumulate alone, and start no reduction.
   class NoSyncScope {

@@ -95,10 +95,11 @@ absl::Status StateLayout::Validate() const {
 StateLayouts ShardedLayouts(const torch::nn::Module& model,
                             std::shared_ptr<const DeviceMesh> mesh,
                             const std::vector<Placement>& placements) {
+  const ParameterLayout sharded{std::move(mesh), placements};
   StateLayouts layouts;
   for (const auto& item : model.named_parameters()) {
     const at::Tensor& parameter = item.value();
-    ParameterLayout layout{mesh, placements};
+    ParameterLayout layout = sharded;
     for (Placement& placement : layout.placements) {
       if (placement.shard_dim() >= parameter.dim()) {
         placement = Placement::Replicate();

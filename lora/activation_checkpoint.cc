@@ -169,7 +169,8 @@ class CheckpointFunction
     return self.Call(inputs);
   }
 
-  static variable_list backward(AutogradContext* context, variable_list grads) {
+  static variable_list backward(AutogradContext* context,
+                                const variable_list& grads) {
     TORCH_CHECK(!c10::GradMode::is_enabled(),
                 "Checkpoint() has no second derivatives: call backward() "
                 "without create_graph, or the function without Checkpoint()");

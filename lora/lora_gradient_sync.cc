@@ -84,7 +84,7 @@ absl::Status ReplicateLoraParameters(torch::nn::Module& model,
     return absl::InvalidArgumentError(
         "adapters cannot be replicated over a null mesh");
   }
-  const ParameterLayout layout = ParameterLayout::Replicated(mesh);
+  const ParameterLayout layout = ParameterLayout::Replicated(std::move(mesh));
   const std::vector<NamedLoraLayer> layers = AdaptedLayers(model);
   std::vector<DistributedParameter> parameters;
   for (TrainedParameter& item : ParametersOf(model, layers)) {
@@ -93,7 +93,8 @@ absl::Status ReplicateLoraParameters(torch::nn::Module& model,
         {std::move(item.name), std::move(item.parameter), layout});
   }
   // Joined by a rank without adapters too, so that the others learn of it.
-  LORA_RETURN_IF_ERROR(distributed::BroadcastParameters(*mesh, parameters));
+  LORA_RETURN_IF_ERROR(
+      distributed::BroadcastParameters(*layout.mesh, parameters));
   if (layers.empty()) {
     return absl::InvalidArgumentError(
         "the model has no LoRA adapter: call EnableLoraTraining first");

@@ -175,7 +175,7 @@ std::optional<StateLayout> ColumnParallelLayer<Derived>::LayoutOf(
 }
 
 ColumnParallelLinearImpl::ColumnParallelLinearImpl(
-    const ColumnParallelLinearOptions& options, MeshPtr mesh,
+    const ColumnParallelLinearOptions& options, const MeshPtr& mesh,
     absl::string_view tensor_dim)
     : ColumnParallelLayer(options.in_features, {{options.out_features}},
                           options.bias, options.gather_output, mesh,
@@ -217,7 +217,7 @@ std::vector<ShardedPart> PartsOf(const QKVParallelLinearOptions& options,
 }  // namespace
 
 MergedColumnParallelLinearImpl::MergedColumnParallelLinearImpl(
-    const MergedColumnParallelLinearOptions& options, MeshPtr mesh,
+    const MergedColumnParallelLinearOptions& options, const MeshPtr& mesh,
     absl::string_view tensor_dim)
     : ColumnParallelLayer(
           options.in_features, PartsOf(options.out_features), options.bias,
@@ -225,7 +225,7 @@ MergedColumnParallelLinearImpl::MergedColumnParallelLinearImpl(
           DimOf("MergedColumnParallelLinear", mesh, tensor_dim)) {}
 
 QKVParallelLinearImpl::QKVParallelLinearImpl(
-    const QKVParallelLinearOptions& options, MeshPtr mesh,
+    const QKVParallelLinearOptions& options, const MeshPtr& mesh,
     absl::string_view tensor_dim)
     : ColumnParallelLayer(options.hidden_size,
                           PartsOf(options, mesh, tensor_dim), options.bias,
@@ -295,8 +295,9 @@ std::optional<StateLayout> RowParallelLinearImpl::LayoutOf(
       mesh_, tensor_dim_, Placement::Replicate(GradientReduction::kSum));
   const int64_t in_features = options_.in_features;
   const int64_t out_features = options_.out_features;
-  if (name == "weight")
+  if (name == "weight") {
     return StateLayout{{out_features, in_features}, columns};
+  }
   if (name == "lora_A") return StateLayout{{rank, in_features}, columns};
   if (name == "lora_B") return StateLayout{{out_features, rank}, summed};
   if (name == "lora_magnitude") return StateLayout{{out_features}, summed};

@@ -132,9 +132,10 @@ class ColumnParallelLinearImpl
     : public ColumnParallelLayer<ColumnParallelLinearImpl> {
  public:
   // Over the ranks of the dimension `tensor_dim` of `mesh`.
-  ColumnParallelLinearImpl(const ColumnParallelLinearOptions& options,
-                           std::shared_ptr<const distributed::DeviceMesh> mesh,
-                           absl::string_view tensor_dim);
+  ColumnParallelLinearImpl(
+      const ColumnParallelLinearOptions& options,
+      const std::shared_ptr<const distributed::DeviceMesh>& mesh,
+      absl::string_view tensor_dim);
 };
 
 TORCH_MODULE(ColumnParallelLinear);
@@ -158,7 +159,7 @@ class MergedColumnParallelLinearImpl
   // Over the ranks of the dimension `tensor_dim` of `mesh`.
   MergedColumnParallelLinearImpl(
       const MergedColumnParallelLinearOptions& options,
-      std::shared_ptr<const distributed::DeviceMesh> mesh,
+      const std::shared_ptr<const distributed::DeviceMesh>& mesh,
       absl::string_view tensor_dim);
 };
 
@@ -184,9 +185,10 @@ class QKVParallelLinearImpl
     : public ColumnParallelLayer<QKVParallelLinearImpl> {
  public:
   // Over the ranks of the dimension `tensor_dim` of `mesh`.
-  QKVParallelLinearImpl(const QKVParallelLinearOptions& options,
-                        std::shared_ptr<const distributed::DeviceMesh> mesh,
-                        absl::string_view tensor_dim);
+  QKVParallelLinearImpl(
+      const QKVParallelLinearOptions& options,
+      const std::shared_ptr<const distributed::DeviceMesh>& mesh,
+      absl::string_view tensor_dim);
 };
 
 TORCH_MODULE(QKVParallelLinear);

@@ -16,8 +16,6 @@
 #include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/TCPStore.hpp"
 
-extern char** environ;
-
 namespace trainer_lora::examples {
 namespace {
 
@@ -54,7 +52,7 @@ std::vector<std::string> RankEnvironment(int rank, int num_ranks, int port) {
       "TORCHELASTIC_USE_AGENT_STORE=True",
   };
   for (char** variable = environ; *variable != nullptr; ++variable) {
-    environment.push_back(*variable);
+    environment.emplace_back(*variable);
   }
   return environment;
 }

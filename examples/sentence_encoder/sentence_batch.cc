@@ -55,8 +55,9 @@ at::Tensor EmbedSentences(BertEncoder& encoder,
   for (size_t begin = 0; begin < by_length.size(); begin += batch_size) {
     const size_t end = std::min(begin + batch_size, by_length.size());
     std::vector<std::vector<int64_t>> batch;
-    for (size_t i = begin; i < end; ++i)
+    for (size_t i = begin; i < end; ++i) {
       batch.push_back(sentences[by_length[i]]);
+    }
     embeddings.push_back(EmbedBatch(encoder, PadSentences(batch, pad_id)));
   }
   TORCH_CHECK(!embeddings.empty(), "there is no sentence to embed");

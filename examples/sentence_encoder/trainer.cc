@@ -103,7 +103,7 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Create(
                                                *std::move(encoder), mesh));
   if (mesh != nullptr) {
     auto sync = distributed::GradientSync::Create(
-        mesh, lora::LoraParameters(*trainer->encoder_));
+        std::move(mesh), lora::LoraParameters(*trainer->encoder_));
     if (!sync.ok()) return sync.status();
     trainer->gradient_sync_ = *std::move(sync);
   }
