@@ -23,12 +23,14 @@ bazel test --config=coverage --noshow_progress --nocache_test_results --sandbox_
 
 readonly report="$(mktemp --suffix=.json)"
 trap 'rm -f "${report}"' EXIT
-# gcov finds the sources below the folder where they were compiled; gcovr knows them by their folder in the tree.
-readonly root="${PWD}"
-cd "${execution_root}"
-gcovr -j --root="${root}" --output="${report}" --json "${counters}"
-cd "${root}"
-gcovr --add-tracefile="${report}"
+# gcov finds the sources below the folder where they were compiled.
+pushd "${execution_root}" >/dev/null
+gcovr -j --root=. --json="${report}" bazel-out/k8-fastbuild-coverage
+popd >/dev/null
+gcovr --add-tracefile="${report}" --filter='(config|distributed|lora)/'
+for source in $(find config distributed lora -name '*.cc' | sort); do
+  grep -qF "\"${source}\"" "${report}" || echo "not compiled for these tests: ${source}"
+done
 
 exit_status=0
 for folder in config distributed distributed/checkpoint lora; do
