@@ -46,15 +46,16 @@ struct RoleConfig {
 
 // The file as a whole.
 struct TrainerConfig {
-  // Reads the file at `path`, which messages call it by. `overrides` (see
-  // yaml_overrides.h) count as if the file said so, after its merge keys; a
-  // role of `models` must be in the file. kNotFound if there is none, the
-  // system's error (kPermissionDenied, mostly) if it can't be opened;
-  // kInvalidArgument for a directory, and with all problems of a file, one a
-  // line: text that ParseYaml refuses, overrides that can't be applied, no
-  // roles, a role that is no mapping, a wrong `trainable` or `lora`, LoRA
-  // enabled on a role that is not trainable. The problem of a value that an
-  // override set begins with that override.
+  // Reads the file at `path`, which messages call it by; a pipe, such as a
+  // shell's <(command), to its end. `overrides` (see yaml_overrides.h) count as
+  // if the file said so, after its merge keys; a role of `models` must be in
+  // the file. kNotFound if there is none, the system's error
+  // (kPermissionDenied, mostly) if it can't be opened; kInvalidArgument for a
+  // directory, and with all problems of a file, one a line: text that ParseYaml
+  // refuses, overrides that can't be applied, no roles, a role that is no
+  // mapping, a wrong `trainable` or `lora`, LoRA enabled on a role that is not
+  // trainable. The problem of a value that an override set begins with that
+  // override.
   static absl::StatusOr<TrainerConfig> Load(
       const std::string& path, const std::vector<std::string>& overrides = {});
 

@@ -1,5 +1,8 @@
 #include "config/trainer_config.h"
 
+#include <unistd.h>
+
+#include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
@@ -13,6 +16,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/string_view.h"
 #include "config/logging.h"
 #include "config/yaml_reader.h"
 #include "gmock/gmock.h"
@@ -587,6 +591,21 @@ TEST(TrainerConfigTest, FileThatCannotBeOpenedIsRefused) {
       std::string(status.message()),
       StartsWith(absl::StrCat(
           path, ": can't be opened: Too many levels of symbolic links")));
+}
+
+// As a shell hands on the output of a command: --config=<(command).
+TEST(TrainerConfigTest, PipeIsReadToItsEnd) {
+  constexpr absl::string_view kText = "models: {student: {}}\n";
+  std::array<int, 2> ends;
+  ASSERT_EQ(pipe(ends.data()), 0);
+  // A pipe's buffer holds more than that.
+  ASSERT_EQ(write(ends[1], kText.data(), kText.size()), ssize_t{kText.size()});
+  close(ends[1]);
+  LORA_ASSERT_OK_AND_ASSIGN(
+      TrainerConfig config,
+      TrainerConfig::Load(absl::StrCat("/dev/fd/", ends[0])));
+  EXPECT_THAT(RoleNames(config), ElementsAre("student"));
+  close(ends[0]);
 }
 
 TEST(TrainerConfigTest, LargeFileIsRefused) {
