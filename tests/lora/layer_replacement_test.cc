@@ -705,7 +705,7 @@ TEST(EnableLoraTrainingTest, BothPathsOnRealAndMetaModelsGiveTheSameModel) {
     EXPECT_THAT(FinalizeLoraTraining(*model), IsOk());
     ASSERT_EQ(model->named_parameters().keys(), base.named_parameters().keys());
     for (const auto& item : base.named_parameters()) {
-      const at::Tensor& loaded = model->named_parameters()[item.key()];
+      const at::Tensor loaded = model->named_parameters()[item.key()];
       EXPECT_TRUE(at::equal(loaded, item.value())) << item.key();
       EXPECT_EQ(loaded.requires_grad(), item.value().requires_grad());
     }
