@@ -17,6 +17,7 @@
 #include "lora/adapter_file.h"
 #include "lora/layer_replacement.h"
 #include "lora/lora_gradient_sync.h"
+#include "lora/parameter_groups.h"
 
 namespace trainer_lora::examples {
 namespace {
@@ -62,10 +63,22 @@ absl::StatusOr<BertEncoder> LoadEncoder(
   return encoder;
 }
 
-std::vector<at::Tensor> TrainableTensors(const BertEncoder& encoder) {
+absl::StatusOr<std::vector<lora::ParameterGroup>> ParameterGroups(
+    const BertEncoder& encoder, const TrainingConfig& config) {
+  lora::ParameterGroupOptions options;
+  options.learning_rate = config.optimizer.learning_rate;
+  options.weight_decay = config.optimizer.weight_decay;
+  options.loraplus_lr_ratio = config.lora.loraplus_lr_ratio.value_or(1);
+  return lora::LoraParameterGroups(*encoder, options);
+}
+
+std::vector<at::Tensor> TensorsOf(
+    const std::vector<lora::ParameterGroup>& groups) {
   std::vector<at::Tensor> tensors;
-  for (const auto& item : lora::TrainableParameters(*encoder)) {
-    tensors.push_back(item.parameter);
+  for (const lora::ParameterGroup& group : groups) {
+    for (const lora::NamedParameter& item : group.parameters) {
+      tensors.push_back(item.parameter);
+    }
   }
   return tensors;
 }
@@ -98,9 +111,11 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Create(
   if (!split.ok()) return split.status();
   absl::StatusOr<BertEncoder> encoder = LoadEncoder(config, files, mesh);
   if (!encoder.ok()) return encoder.status();
-  std::unique_ptr<Trainer> trainer(new Trainer(config, *std::move(tokenizer),
-                                               *std::move(split),
-                                               *std::move(encoder), mesh));
+  auto groups = ParameterGroups(*encoder, config);
+  if (!groups.ok()) return groups.status();
+  std::unique_ptr<Trainer> trainer(
+      new Trainer(config, *std::move(tokenizer), *std::move(split),
+                  *std::move(encoder), *std::move(groups), mesh));
   if (mesh != nullptr) {
     auto sync = distributed::GradientSync::Create(
         std::move(mesh), lora::LoraParameters(*trainer->encoder_));
@@ -112,16 +127,17 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Create(
 
 Trainer::Trainer(const TrainingConfig& config, WordPieceTokenizer tokenizer,
                  GlossSplit pairs, BertEncoder encoder,
+                 std::vector<lora::ParameterGroup> groups,
                  std::shared_ptr<const distributed::DeviceMesh> mesh)
     : config_(config),
       tokenizer_(std::move(tokenizer)),
       pairs_(std::move(pairs)),
       encoder_(std::move(encoder)),
       mesh_(std::move(mesh)),
-      trainable_(TrainableTensors(encoder_)),
-      optimizer_(trainable_,
-                 torch::optim::AdamWOptions(config.optimizer.learning_rate)
-                     .weight_decay(config.optimizer.weight_decay)) {}
+      groups_(std::move(groups)),
+      trainable_(TensorsOf(groups_)),
+      optimizer_(lora::OptimizerGroups(groups_, torch::optim::AdamWOptions())) {
+}
 
 int64_t Trainer::world_size() const {
   return mesh_ == nullptr ? 1 : mesh_->size();
@@ -131,9 +147,11 @@ int64_t Trainer::rank() const { return mesh_ == nullptr ? 0 : mesh_->rank(); }
 
 absl::StatusOr<StepResult> Trainer::Step() {
   const double warmup = static_cast<double>(config_.optimizer.warmup_steps);
-  const double rate = config_.optimizer.learning_rate *
-                      std::min(1.0, (steps_done_ + 1) / std::max(1.0, warmup));
-  optimizer_.param_groups()[0].options().set_lr(rate);
+  const double share = std::min(1.0, (steps_done_ + 1) / std::max(1.0, warmup));
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    optimizer_.param_groups()[i].options().set_lr(share *
+                                                  groups_[i].learning_rate);
+  }
 
   const double rank_loss = AccumulateGradients();
   if (gradient_sync_ != nullptr) {
@@ -231,7 +249,11 @@ RetrievalMetrics Trainer::Evaluate() {
   const auto embed = [this](const std::vector<std::string>& sentences) {
     return EmbedSentences(encoder_, Tokenize(sentences), tokenizer_.pad_id());
   };
-  return EvaluateRetrieval(embed(definitions), embed(lemmas));
+  encoder_->eval();  // Without dropout.
+  const RetrievalMetrics metrics =
+      EvaluateRetrieval(embed(definitions), embed(lemmas));
+  encoder_->train();
+  return metrics;
 }
 
 absl::Status Trainer::Save(const std::string& folder) const {

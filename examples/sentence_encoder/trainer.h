@@ -25,6 +25,7 @@
 #include "examples/sentence_encoder/training_config.h"
 #include "examples/sentence_encoder/word_piece_tokenizer.h"
 #include "examples/sentence_encoder/wordnet.h"
+#include "lora/parameter_groups.h"
 #include "torch/optim/adamw.h"
 
 namespace trainer_lora::examples {
@@ -69,6 +70,7 @@ class Trainer {
  private:
   Trainer(const TrainingConfig& config, WordPieceTokenizer tokenizer,
           GlossSplit pairs, BertEncoder encoder,
+          std::vector<lora::ParameterGroup> groups,
           std::shared_ptr<const distributed::DeviceMesh> mesh);
 
   int64_t world_size() const;
@@ -90,6 +92,7 @@ class Trainer {
   GlossSplit pairs_;
   BertEncoder encoder_;
   std::shared_ptr<const distributed::DeviceMesh> mesh_;  // May be null.
+  std::vector<lora::ParameterGroup> groups_;
   std::vector<at::Tensor> trainable_;
   torch::optim::AdamW optimizer_;
   // Null for a single process.
