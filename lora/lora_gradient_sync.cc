@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "config/internal/status_macros.h"
+#include "config/logging.h"
 #include "config/lora_config.h"
 #include "distributed/parameter_layout.h"
 #include "lora/layer_replacement.h"
@@ -21,14 +22,6 @@ namespace {
 using distributed::DeviceMesh;
 using distributed::DistributedParameter;
 using distributed::ParameterLayout;
-
-std::vector<NamedLoraLayer> AdaptedLayers(const torch::nn::Module& model) {
-  std::vector<NamedLoraLayer> adapted;
-  for (const NamedLoraLayer& item : LoraLayers(model)) {
-    if (item.layer->is_adapted()) adapted.push_back(item);
-  }
-  return adapted;
-}
 
 // A parameter that is trained with an adapter. Its layout is nothing where
 // neither its layer nor ReplicateLoraParameters() says where it lies.
@@ -44,6 +37,7 @@ std::vector<TrainedParameter> ParametersOf(
     const torch::nn::Module& model, const std::vector<NamedLoraLayer>& layers) {
   std::vector<TrainedParameter> parameters;
   std::set<std::string> with_biases;  // Adapters.
+  // Of layers without an adapter too: `bias: all` trains theirs.
   std::map<const c10::TensorImpl*, const LoraLayer*> layer_of_bias;
   std::optional<ParameterLayout> replicated;
   for (const auto& [name, layer] : layers) {
@@ -61,8 +55,10 @@ std::vector<TrainedParameter> ParametersOf(
     if (bias.defined()) layer_of_bias[bias.unsafeGetTensorImpl()] = layer;
     if (!replicated) replicated = layer->replicated_layout();
   }
+  std::set<const c10::TensorImpl*> seen;  // Two adapters may train a bias.
   for (const std::string& adapter : with_biases) {
     for (const NamedParameter& bias : TrainedBiases(model, adapter)) {
+      if (!seen.insert(bias.parameter.unsafeGetTensorImpl()).second) continue;
       const auto found =
           layer_of_bias.find(bias.parameter.unsafeGetTensorImpl());
       const bool is_split = found != layer_of_bias.end() &&
@@ -76,6 +72,37 @@ std::vector<TrainedParameter> ParametersOf(
   return parameters;
 }
 
+// What LoraParameters() returns, and the names of those that it can't.
+struct Placed {
+  std::vector<DistributedParameter> parameters;
+  std::vector<std::string> without_layout;
+};
+
+Placed PlacedParameters(const torch::nn::Module& model,
+                        absl::string_view prefix) {
+  Placed placed;
+  for (TrainedParameter& item : ParametersOf(model, LoraLayers(model))) {
+    std::string name = absl::StrCat(prefix, item.name);
+    if (item.layout.has_value()) {
+      placed.parameters.push_back({std::move(name), std::move(item.parameter),
+                                   *std::move(item.layout)});
+    } else {
+      placed.without_layout.push_back(std::move(name));
+    }
+  }
+  return placed;
+}
+
+// Nothing to say of a model of one process, where none has a layout.
+std::string ProblemOf(const Placed& placed) {
+  if (placed.parameters.empty() || placed.without_layout.empty()) return "";
+  return absl::StrCat(
+      "the ranks would train ", placed.without_layout.size(),
+      " parameters apart, such as ", placed.without_layout.front(),
+      ", as nothing says where they lie: call ReplicateLoraParameters, which "
+      "leaves layers that are split over ranks as they are");
+}
+
 }  // namespace
 
 absl::Status ReplicateLoraParameters(torch::nn::Module& model,
@@ -85,9 +112,10 @@ absl::Status ReplicateLoraParameters(torch::nn::Module& model,
         "adapters cannot be replicated over a null mesh");
   }
   const ParameterLayout layout = ParameterLayout::Replicated(std::move(mesh));
-  const std::vector<NamedLoraLayer> layers = AdaptedLayers(model);
+  const std::vector<NamedLoraLayer> layers = LoraLayers(model);
+  std::vector<TrainedParameter> trained = ParametersOf(model, layers);
   std::vector<DistributedParameter> parameters;
-  for (TrainedParameter& item : ParametersOf(model, layers)) {
+  for (TrainedParameter& item : trained) {
     if (item.is_split) continue;
     parameters.push_back(
         {std::move(item.name), std::move(item.parameter), layout});
@@ -95,30 +123,34 @@ absl::Status ReplicateLoraParameters(torch::nn::Module& model,
   // Joined by a rank without adapters too, so that the others learn of it.
   LORA_RETURN_IF_ERROR(
       distributed::BroadcastParameters(*layout.mesh, parameters));
-  if (layers.empty()) {
+  if (trained.empty()) {
     return absl::InvalidArgumentError(
         "the model has no LoRA adapter: call EnableLoraTraining first");
   }
-  for (const auto& item : layers) item.layer->set_replicated_layout(layout);
+  for (const auto& item : layers) {
+    if (item.layer->is_adapted()) item.layer->set_replicated_layout(layout);
+  }
   return absl::OkStatus();
 }
 
 std::vector<DistributedParameter> LoraParameters(const torch::nn::Module& model,
                                                  absl::string_view prefix) {
-  std::vector<DistributedParameter> parameters;
-  for (TrainedParameter& item : ParametersOf(model, AdaptedLayers(model))) {
-    if (!item.layout.has_value()) continue;
-    parameters.push_back({absl::StrCat(prefix, item.name),
-                          std::move(item.parameter), *std::move(item.layout)});
+  Placed placed = PlacedParameters(model, prefix);
+  if (const std::string problem = ProblemOf(placed); !problem.empty()) {
+    config::InitLogger("trainer_lora.lora").Warning(problem);
   }
-  return parameters;
+  return std::move(placed.parameters);
 }
 
 absl::StatusOr<int64_t> SyncReplicatedLoraGradients(
     const torch::nn::Module& model) {
-  const std::vector<DistributedParameter> parameters = LoraParameters(model);
-  if (parameters.empty()) return 0;
-  return distributed::ReduceGradients(*parameters[0].layout.mesh, parameters);
+  const Placed placed = PlacedParameters(model, /*prefix=*/"");
+  if (std::string problem = ProblemOf(placed); !problem.empty()) {
+    return absl::FailedPreconditionError(problem);
+  }
+  if (placed.parameters.empty()) return 0;
+  return distributed::ReduceGradients(*placed.parameters[0].layout.mesh,
+                                      placed.parameters);
 }
 
 }  // namespace trainer_lora::lora

@@ -47,7 +47,8 @@ absl::Status ReplicateLoraParameters(
 // The adapter parameters of `model` that have a layout, in the model's order,
 // and the biases that are trained with them, as distributed::GradientSync wants
 // them. `prefix`, such as "student.", goes before each name: several models or
-// roles can then share one GradientSync.
+// roles can then share one GradientSync. A warning says if some have a layout
+// and others none, as in a model with split layers that was not replicated.
 std::vector<distributed::DistributedParameter> LoraParameters(
     const torch::nn::Module& model, absl::string_view prefix = "");
 
@@ -58,7 +59,8 @@ std::vector<distributed::DistributedParameter> LoraParameters(
 // Averaging twice changes rounding alone, and gradients of a further
 // micro-batch may be accumulated on top in between. Returns the number of
 // parameters synchronized: 0, without a collective, for a model that was not
-// replicated. Errors as above; the gradients are then as they were.
+// replicated. Errors as above, and kFailedPrecondition where some parameters
+// have a layout and others none; the gradients are then as they were.
 //
 // This plans and copies anew each time; a distributed::GradientSync of
 // LoraParameters(model), made once, does neither.

@@ -11,6 +11,7 @@
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
 #include "absl/status/status.h"
+#include "config/logging.h"
 #include "config/lora_config.h"
 #include "distributed/device_mesh.h"
 #include "distributed/gradient_sync.h"
@@ -19,6 +20,9 @@
 #include "gtest/gtest.h"
 #include "lora/layer_replacement.h"
 #include "lora/linear.h"
+#include "lora/lora_adapter.h"
+#include "lora/parallel_linear.h"
+#include "tests/testutil/log_capture.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/thread_ranks.h"
 #include "torch/nn/module.h"
@@ -27,8 +31,11 @@ namespace trainer_lora::lora {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAre;
 using ::trainer_lora::testutil::IsOk;
+using ::trainer_lora::testutil::LogCapture;
 using ::trainer_lora::testutil::RunRanks;
 using ::trainer_lora::testutil::StatusIs;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -240,6 +247,97 @@ TEST(LoraParametersTest, RolesShareAGradientSync) {
       EXPECT_TRUE(parameter.parameter.grad().defined()) << parameter.name;
     }
     EXPECT_EQ(sync->statistics().collectives, 1);
+  });
+}
+
+// A replicated layer with an adapter, and a split one without.
+struct MixedModel : torch::nn::Module {
+  explicit MixedModel(
+      const std::shared_ptr<const distributed::DeviceMesh>& mesh)
+      : up(ColumnParallelLinearOptions{5, 4}, mesh, "tensor") {
+    register_module("to_q", to_q);
+    register_module("up", up);
+  }
+  ReplicatedLinear to_q{5, 7};
+  ColumnParallelLinear up;
+};
+
+config::LoraConfig MixedConfig(config::BiasTraining bias,
+                               std::vector<std::string> targets) {
+  config::LoraConfig config;
+  config.enable = true;
+  config.rank = 2;
+  config.bias = bias;
+  config.target_modules = std::move(targets);
+  return config;
+}
+
+TEST(LoraGradientSyncTest, ABiasOfASplitLayerStaysSplit) {
+  RunRanks(2, [](int rank, Group group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const std::shared_ptr<const distributed::DeviceMesh> mesh,
+        distributed::DeviceMesh::Create(group, "tensor"));
+    MixedModel model(mesh);
+    ASSERT_THAT(EnableLoraTraining(
+                    model, MixedConfig(config::BiasTraining::kAll, {"to_q"})),
+                IsOk());
+    model.up->bias().detach().fill_(rank);
+    ASSERT_THAT(ReplicateLoraParameters(model, mesh), IsOk());
+    EXPECT_TRUE(
+        at::equal(model.up->bias(), at::full({2}, static_cast<double>(rank))));
+    for (const auto& item : LoraParameters(model)) {
+      EXPECT_NE(item.layout.placements[0].is_replicate(),
+                item.name == "up.bias")
+          << item.name;
+    }
+  });
+}
+
+TEST(LoraGradientSyncTest, ABiasThatTwoAdaptersTrainIsListedOnce) {
+  RunRanks(1, [](int, Group group) {
+    Model model;
+    LoraTrainingOptions options;
+    for (const char* name : {kDefaultAdapter, "style"}) {
+      options.adapter_name = name;
+      ASSERT_THAT(
+          EnableLoraTraining(
+              model, MixedConfig(config::BiasTraining::kLoraOnly, {"to_q"}),
+              options),
+          IsOk());
+    }
+    ASSERT_THAT(ReplicateLoraParameters(model, MeshOf(group)), IsOk());
+    std::vector<std::string> names;
+    for (const auto& item : LoraParameters(model)) names.push_back(item.name);
+    EXPECT_THAT(names, UnorderedElementsAre("to_q.lora_A", "to_q.lora_B",
+                                            "to_q.adapters.style.lora_A",
+                                            "to_q.adapters.style.lora_B",
+                                            "to_q.base_layer.bias"));
+  });
+}
+
+TEST(LoraGradientSyncTest, SaysWhatWouldBeTrainedApart) {
+  RunRanks(1, [](int, Group group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const std::shared_ptr<const distributed::DeviceMesh> mesh,
+        distributed::DeviceMesh::Create(group, "tensor"));
+    MixedModel model(mesh);
+    ASSERT_THAT(
+        EnableLoraTraining(
+            model, MixedConfig(config::BiasTraining::kNone, {"to_q", "up"})),
+        IsOk());
+    const auto problem =
+        AllOf(HasSubstr("to_q.lora_A"), HasSubstr("ReplicateLoraParameters"));
+    EXPECT_THAT(SyncReplicatedLoraGradients(model),
+                StatusIs(absl::StatusCode::kFailedPrecondition, problem));
+    {
+      const LogCapture logs;
+      EXPECT_EQ(LoraParameters(model).size(), 2);
+      EXPECT_THAT(logs.Messages(config::LogLevel::kWarning),
+                  ElementsAre(problem));
+    }
+    ASSERT_THAT(ReplicateLoraParameters(model, mesh), IsOk());
+    EXPECT_EQ(LoraParameters(model).size(), 4);
+    EXPECT_THAT(SyncReplicatedLoraGradients(model), IsOk());
   });
 }
 
