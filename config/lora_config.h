@@ -83,6 +83,14 @@ enum class AdapterInitialization {
   kOlora,
 };
 
+// Whether it takes the start of an adapter out of the base weight. What stays
+// behind is the layer's weight only together with this adapter, which is
+// therefore the only one, and always active.
+constexpr bool StartsFromBase(AdapterInitialization initialization) {
+  return initialization == AdapterInitialization::kPissa ||
+         initialization == AdapterInitialization::kOlora;
+}
+
 // The biases that are trained beside the adapters. Those other than kNone
 // change what the model computes without its adapters too.
 enum class BiasTraining {

@@ -48,9 +48,10 @@ struct CheckpointOptions {
 //
 // `function` is called once now and once in each backward pass, by the thread
 // that runs it. What it throws comes out of here or of backward. Backward
-// throws c10::Error in the cases above, if an input was changed in place, and
-// if the function gives another number of outputs than before; random, autocast
-// and grad mode state are then as they were.
+// throws c10::Error in the cases above, if an input was changed in place since,
+// and if the function gives another number of outputs than before; random,
+// autocast and grad mode state are then as they were. The function must not
+// change its inputs itself: that goes unnoticed, and happens twice.
 std::vector<at::Tensor> Checkpoint(
     const std::function<
         std::vector<at::Tensor>(const std::vector<at::Tensor>&)>& function,

@@ -78,6 +78,7 @@ absl::Status SetActiveAdapters(torch::nn::Module& model,
           [&name](const ActiveAdapter& a) { return a.name == name; });
       for (const auto& item : choice.layer->AdapterParameters(name)) {
         item.parameter.set_requires_grad(is_active);
+        if (!is_active) item.parameter.mutable_grad().reset();
       }
     }
   }

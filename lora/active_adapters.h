@@ -38,16 +38,20 @@ namespace trainer_lora::lora {
 // Makes `active` the adapters that forward uses, on every layer that has one of
 // them; the others compute with their base layer. None: the base model. The
 // parameters of active adapters, and no others of adapters, require grad
-// afterwards, so that an optimizer can't change an adapter that is not in use;
-// biases stay as they are. kNotFound for an adapter that no layer has,
-// kInvalidArgument for one that is listed twice or whose weight is not finite,
-// kFailedPrecondition for a merged model, which is then as it was.
+// afterwards; the others lose their gradients, so that neither an optimizer nor
+// a norm can meet an adapter that is not in use. Biases stay as they are.
+// kNotFound for an adapter that no layer has, kInvalidArgument for one that is
+// listed twice or whose weight is not finite, kFailedPrecondition for a merged
+// model, and for anything but weight 1 of an adapter that has started from the
+// base weights (PiSSA, OLoRA): what is left of these is not the base model. The
+// model is then as it was.
 absl::Status SetActiveAdapters(torch::nn::Module& model,
                                const std::vector<ActiveAdapter>& active);
 
 // While one lives, forward uses other adapters; then what it used before. What
-// requires grad stays as it is. Scopes nest, and end in the opposite order. The
-// model must live as long, and take no adapter meanwhile.
+// requires grad stays as it is, and so do gradients. Scopes nest, and end in
+// the opposite order. The model must live as long; meanwhile, it must neither
+// take an adapter nor be merged or unmerged.
 class ActiveAdaptersScope {
  public:
   // Errors as SetActiveAdapters().

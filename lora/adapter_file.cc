@@ -165,13 +165,21 @@ absl::StatusOr<Adapters> CollectAdapters(
             "layout: such adapters are saved whole"));
       }
     }
-    if (initial.lora_A.defined()) {
+    if (config::StartsFromBase(adapter.options.initialization)) {
       if (purpose == Purpose::kLoad) {
         return absl::FailedPreconditionError(absl::StrCat(
             name,
-            " has started from its base weight, by PiSSA or OLoRA, and a file "
-            "is for the original one: load it into a model that was enabled "
-            "with the default initialization and the rank of the file"));
+            " starts from its base weight, by PiSSA or OLoRA, and a file is "
+            "for the original one: load it into a model that was enabled with "
+            "the default initialization and the rank of the file"));
+      }
+      if (!initial.lora_A.defined()) {
+        return absl::FailedPreconditionError(absl::StrCat(
+            name,
+            " has its weight and its adapter, which started from it by PiSSA "
+            "or OLoRA, from a checkpoint, which says nothing of the original "
+            "weight: merge the adapter and save the model, or save the adapter "
+            "in the process that starts it"));
       }
       adapter = ForOriginalWeight(std::move(adapter), initial);
       tensors[0].tensor = adapter.lora_A;

@@ -59,14 +59,16 @@ struct SaveAdapterOptions {
 //
 // Layers of another LoRA rank or alpha than the first are entries of
 // rank_pattern and alpha_pattern. Adapters that have started from their base
-// weight (PiSSA, OLoRA) are written for the original one, with twice the rank.
+// weight (PiSSA, OLoRA) are written for the original one, with twice the rank,
+// by the process in which they started.
 //   kAlreadyExists       something is at `folder`
 //   kInvalidArgument     layouts don't fit the model, or there is none for a
 //                        layer that is split over ranks; a text of the options
 //                        is not UTF-8
 //   kFailedPrecondition  the model has no adapter; a factor is on the meta
 //                        device, or of another shape than its layout says; the
-//                        ranks differ in what they save
+//                        ranks differ in what they save; an adapter has started
+//                        from its base weight in another process
 //   kUnimplemented       a layout for an adapter that has started from its base
 //                        weight
 //   kUnavailable, kResourceExhausted, kDeadlineExceeded
@@ -95,8 +97,8 @@ struct LoadAdapterOptions {
 //                        missing, unexpected or of another shape (all are
 //                        named); layouts as in SaveAdapter()
 //   kFailedPrecondition  the LoRA rank or alpha of a layer or the kind of
-//                        adapter differ from the model's, or the model has no
-//                        adapter
+//                        adapter differ from the model's, the model has no
+//                        adapter, or one that starts from the base weights
 absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder,
                          const LoadAdapterOptions& options = {});
 

@@ -3,6 +3,7 @@
 #include "ATen/Functions.h"
 #include "ATen/OpMathType.h"
 #include "c10/core/GradMode.h"
+#include "lora/internal/no_autocast_guard.h"
 
 namespace trainer_lora::lora {
 
@@ -18,6 +19,7 @@ at::Tensor DoraSquaredNorms(const at::Tensor& weight, const at::Tensor& lora_A,
                             const at::Tensor& lora_B, double scale,
                             const at::Tensor& squared_weight_norms) {
   const c10::NoGradGuard no_grad;
+  const internal::NoAutocastGuard no_autocast;
   const at::ScalarType compute = at::toOpMathType(weight.scalar_type());
   // The weight alone is large: the product with it is in its own type.
   const at::Tensor products =

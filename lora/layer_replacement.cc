@@ -28,11 +28,20 @@ using internal::SelectedLayer;
 
 config::Logger Log() { return config::InitLogger("trainer_lora.lora"); }
 
-void Freeze(torch::nn::Module& model) {
+// Freezes what is not `trained`. A gradient that stayed would be in norms, and
+// in the steps of an optimizer that has the parameter.
+void TrainOnly(const std::vector<at::Tensor>& trained,
+               torch::nn::Module& model) {
+  std::set<const c10::TensorImpl*> is_trained;
+  for (const at::Tensor& parameter : trained) {
+    is_trained.insert(parameter.unsafeGetTensorImpl());
+  }
   // By module: Module::parameters() would make every full name first.
-  model.apply([](torch::nn::Module& module) {
+  model.apply([&](torch::nn::Module& module) {
     for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) {
-      parameter.set_requires_grad(false);
+      const bool trains = is_trained.count(parameter.unsafeGetTensorImpl()) > 0;
+      parameter.set_requires_grad(trains);
+      if (!trains) parameter.mutable_grad().reset();
     }
   });
 }
@@ -153,22 +162,27 @@ std::map<std::string, std::string> AdapterParameterNames(
   return names;
 }
 
-// The number of elements that the whole parameter has for each of the ranks.
-int64_t FeaturesOf(const LoraLayer& layer, const char* name,
-                   const std::vector<int64_t>& local_shape, int64_t rank) {
+// The whole shape of a parameter.
+std::vector<int64_t> GlobalShape(const LoraLayer& layer, const char* name,
+                                 const std::vector<int64_t>& local_shape,
+                                 int64_t rank) {
   const auto layout = layer.LayoutOf(name, rank);
-  return c10::multiply_integers(layout ? layout->global_shape : local_shape) /
-         rank;
+  return layout ? layout->global_shape : local_shape;
 }
 
 void WarnOfLargeRanks(const std::vector<SelectedLayer>& layers) {
   for (const SelectedLayer& selected : layers) {
     const auto shapes = selected.layer->adapter_shapes(selected.rank);
     const auto names = selected.layer->factor_names();
-    const int64_t full_rank = std::min(
-        FeaturesOf(*selected.layer, names.lora_A, shapes.lora_A, selected.rank),
-        FeaturesOf(*selected.layer, names.lora_B, shapes.lora_B,
-                   selected.rank));
+    const std::vector<int64_t> a = GlobalShape(*selected.layer, names.lora_A,
+                                               shapes.lora_A, selected.rank);
+    const std::vector<int64_t> b = GlobalShape(*selected.layer, names.lora_B,
+                                               shapes.lora_B, selected.rank);
+    const int64_t out_features = b[0];
+    // The LoRA rank, or the part of it that each group of a convolution has.
+    const int64_t columns = c10::multiply_integers(b) / out_features;
+    const int64_t full_rank =
+        std::min(out_features, c10::multiply_integers(a) / columns);
     if (selected.rank > full_rank) {
       Log().Warning(absl::StrCat(selected.names.front(), ": the LoRA rank ",
                                  selected.rank, " is larger than ", full_rank,
@@ -210,11 +224,17 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
                                           options.initialization_scope,
                                           config.initialization};
   std::vector<LoraAdapter> adapters;
+  std::vector<LoraAdapter> factors_from_base;
   for (const SelectedLayer& selected : selection.layers) {
     LORA_ASSIGN_OR_RETURN(
         LoraAdapter adapter,
         MakeAdapter(selected, config, options.adapter_name, initialization));
+    LoraAdapter factors;
+    if (!options.prepare_for_fsdp) {
+      LORA_ASSIGN_OR_RETURN(factors, selected.layer->FactorsFromBase(adapter));
+    }
     adapters.push_back(std::move(adapter));
+    factors_from_base.push_back(std::move(factors));
   }
   LoraTraining training;
   LORA_ASSIGN_OR_RETURN(training.checkpoint_key_aliases,
@@ -224,16 +244,19 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
       AdapterParameterNames(selection.layers, options.adapter_name,
                             config.use_dora));
 
-  // Nothing fails from here on.
+  // Nothing fails from here on, but for sums of DoRA's norms over ranks.
   for (const std::string& warning : selection.warnings) Log().Warning(warning);
   WarnOfLargeRanks(selection.layers);
-  Freeze(model);
+  TrainOnly({}, model);
   for (const auto& item : LoraLayers(model)) {
     LORA_RETURN_IF_ERROR(item.layer->SetActiveAdapters({}));
   }
   for (size_t i = 0; i < adapters.size(); ++i) {
-    LORA_RETURN_IF_ERROR(selection.layers[i].layer->AdoptAdapter(
-        adapters[i], options.adapter_name));
+    LoraLayer& layer = *selection.layers[i].layer;
+    LORA_RETURN_IF_ERROR(layer.AdoptAdapter(adapters[i], options.adapter_name));
+    if (factors_from_base[i].lora_A.defined()) {
+      LORA_RETURN_IF_ERROR(layer.InitializeFromBase(factors_from_base[i]));
+    }
     training.layer_names.push_back(selection.layers[i].names.front());
   }
   if (!options.prepare_for_fsdp) {
@@ -246,11 +269,12 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
 }
 
 absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model) {
-  std::vector<LoraLayer*> layers;
+  std::vector<LoraLayer*> adapted;
+  int64_t num_active = 0;
   std::set<std::string> adapter_names;
   std::vector<at::Tensor> trained;
   for (const auto& [name, layer] : LoraLayers(model)) {
-    if (layer->active_adapters().empty()) continue;
+    if (!layer->is_adapted()) continue;
     if (layer->is_merged()) {
       return absl::FailedPreconditionError(
           absl::StrCat(name, " is merged: unmerge it before it is trained"));
@@ -265,31 +289,42 @@ absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model) {
         trained.push_back(item.parameter);
       }
     }
-    layers.push_back(layer);
+    adapted.push_back(layer);
+    if (!layer->active_adapters().empty()) ++num_active;
   }
-  if (layers.empty()) {
+  if (num_active == 0) {
     return absl::InvalidArgumentError(
-        "no layer of the model has a LoRA adapter: call EnableLoraTraining "
-        "before loading the base weights");
+        adapted.empty()
+            ? "no layer of the model has a LoRA adapter: call "
+              "EnableLoraTraining before loading the base weights"
+            : "no LoRA adapter of the model is active: call SetActiveAdapters "
+              "with those that are to be trained");
   }
   LORA_RETURN_IF_ERROR(CheckMaterialized(
       model,
       "load the base weights with the aliases and the missing-parameter "
       "initializer that EnableLoraTraining returned"));
-  for (LoraLayer* layer : layers) {
-    LORA_RETURN_IF_ERROR(layer->InitializeFromBase());
+  // All are computed before one is written.
+  std::vector<LoraAdapter> factors(adapted.size());
+  for (size_t i = 0; i < adapted.size(); ++i) {
+    for (const std::string& name : adapted[i]->adapter_names()) {
+      LORA_ASSIGN_OR_RETURN(
+          LoraAdapter of_adapter,
+          adapted[i]->FactorsFromBase(adapted[i]->adapter(name)));
+      if (of_adapter.lora_A.defined()) factors[i] = std::move(of_adapter);
+    }
+  }
+  for (size_t i = 0; i < adapted.size(); ++i) {
+    LORA_RETURN_IF_ERROR(adapted[i]->InitializeFromBase(factors[i]));
   }
   for (const std::string& adapter_name : adapter_names) {
     for (const auto& bias : TrainedBiases(model, adapter_name)) {
       trained.push_back(bias.parameter);
     }
   }
-  Freeze(model);
-  for (const at::Tensor& parameter : trained) {
-    parameter.set_requires_grad(true);
-  }
+  TrainOnly(trained, model);
   model.train();
-  return static_cast<int64_t>(layers.size());
+  return num_active;
 }
 
 std::vector<NamedParameter> TrainedBiases(const torch::nn::Module& model,

@@ -93,7 +93,8 @@ std::vector<NamedLoraLayer> LoraLayers(const torch::nn::Module& model);
 // target and none is excluded; the first pattern for ranks that matches one of
 // its names gives it its LoRA rank, and likewise for alphas (alpha defaults to
 // the layer's rank). Adapter parameters require grad afterwards; those on a
-// real device have their initial values. The model itself is never adapted.
+// real device have their initial values. What is frozen loses its gradient.
+// The model itself is never adapted.
 //
 // Modules of other types are passed over; where those are linear layers of
 // libtorch, which cannot take an adapter, a warning names them. So does one for
@@ -101,14 +102,22 @@ std::vector<NamedLoraLayer> LoraLayers(const torch::nn::Module& model);
 // rank that is larger than the layer can use.
 //
 // Errors, all of which leave the model as it was:
-//   kInvalidArgument     `config` is disabled or not valid, no layer is
-//                        selected, or a pattern for ranks or alphas has no
-//                        effect
+//   kInvalidArgument     `config` or the adapter's name is not valid, `config`
+//                        is disabled, no layer is selected, or a pattern for
+//                        ranks or alphas has no effect
 //   kFailedPrecondition  a layer of the model has an adapter of this name
 //                        already, or is merged; the model is on the meta device
-//                        and prepare_for_fsdp is false; DoRA on a layer that
-//                        has no weight for it
+//                        and prepare_for_fsdp is false; DoRA, PiSSA or OLoRA on
+//                        a layer that has no weight for it; PiSSA or OLoRA
+//                        beside another adapter, or on two layers that share
+//                        one weight
+//   kUnimplemented       PiSSA or OLoRA on a layer that is split over ranks
+//   kInternal            PiSSA could not decompose a weight: it has values that
+//                        are not finite, mostly
 //   kResourceExhausted   no memory for the adapters
+//
+// But for a peer that is lost while DoRA sums norms over ranks, and memory that
+// runs out then, after which FinalizeLoraTraining() goes on.
 absl::StatusOr<LoraTraining> EnableLoraTraining(
     torch::nn::Module& model, const config::LoraConfig& config,
     const LoraTrainingOptions& options = {});
@@ -116,13 +125,17 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
 // After loading: freezes every parameter but those of active adapters and the
 // biases that are trained with them, which start to require grad; starts what
 // starts from the base weights (LoraLayer::InitializeFromBase); and puts the
-// model in train mode. Returns the number of layers with an active adapter.
-// With DoRA on layers that are split over ranks along their input, collective
-// over these. Errors, which leave the model as it was, but for kInternal:
+// model in train mode. What is frozen loses its gradient. Returns the number of
+// layers with an active adapter. With DoRA on layers that are split over ranks
+// along their input, collective over these. Errors, which leave the model as it
+// was:
 //   kInvalidArgument     no layer of the model has an active adapter
 //   kFailedPrecondition  an adapted layer lacks a parameter or is merged, or a
 //                        parameter is still on the meta device
 //   kInternal            PiSSA could not decompose a weight
+//   kResourceExhausted   no memory for the start from the base weights
+// But for a peer that is lost while DoRA sums norms over ranks, and memory that
+// runs out then: the next call starts what has not started.
 absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model);
 
 // The biases that are trained with an adapter, as its configuration's `bias`

@@ -15,6 +15,7 @@
 #include "distributed/device_mesh.h"
 #include "distributed/tensor_slice.h"
 #include "lora/dora.h"
+#include "lora/internal/no_autocast_guard.h"
 
 namespace trainer_lora::lora {
 namespace {
@@ -54,15 +55,16 @@ std::string ShapeString(at::IntArrayRef shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
 }
 
+// `values` * `scale`, in the type of the values. The scale isn't rounded to it:
+// in bfloat16, 1.0055 would be 1.0078 for all of a feature's values.
+at::Tensor Scaled(const at::Tensor& values, const at::Tensor& scale) {
+  return (values * scale).to(values.scalar_type());
+}
+
 // A factor as a matrix.
 at::Tensor AsMatrix(const at::Tensor& factor) { return factor.flatten(1); }
 
-bool StartsFromBase(const LoraAdapterOptions& options) {
-  return options.initialization == config::AdapterInitialization::kPissa ||
-         options.initialization == config::AdapterInitialization::kOlora;
-}
-
-// What LoraLayer::InitializeFromBase() takes out of a weight.
+// What LoraLayer::FactorsFromBase() takes out of a weight.
 struct Factors {
   at::Tensor a;
   at::Tensor b;
@@ -73,6 +75,11 @@ Factors PissaFactors(const at::Tensor& weight, int64_t rank, double scale) {
   const at::Tensor roots = at::sqrt(s.narrow(0, 0, rank) / scale);
   return {roots.unsqueeze(1) * vh.narrow(0, 0, rank),
           u.narrow(1, 0, rank) * roots};
+}
+
+// Whether the factors have values, such as those of a checkpoint.
+bool HasStarted(const LoraAdapter& adapter) {
+  return adapter.lora_A.any().item<bool>() && adapter.lora_B.any().item<bool>();
 }
 
 Factors OloraFactors(const at::Tensor& weight, int64_t rank) {
@@ -92,6 +99,25 @@ at::Tensor CheckedForWeight(at::Tensor restored, const at::Tensor& weight,
       " can't take values of type ", c10::toString(restored.scalar_type()),
       ": override WeightFromMatrix() beside WeightMatrix()");
   return restored;
+}
+
+// What `step`, which computes with the base weight of a layer, returns, or what
+// it throws.
+template <typename Step>
+absl::Status WithBaseWeight(const std::string& layer_name, const Step& step) {
+  const c10::NoGradGuard no_grad;
+  const internal::NoAutocastGuard no_autocast;
+  try {
+    return step();
+  } catch (const c10::LinAlgError& error) {
+    return absl::InternalError(
+        absl::StrCat(layer_name, ": ", error.what_without_backtrace()));
+  } catch (const c10::OutOfMemoryError& error) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(layer_name, ": ", error.what_without_backtrace()));
+  } catch (const c10::Error& error) {
+    return absl::FailedPreconditionError(error.what_without_backtrace());
+  }
 }
 
 }  // namespace
@@ -207,7 +233,7 @@ absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
           "floating point type, which ",
           name(), " does not have: override WeightMatrix(), or exclude it"));
     }
-    if (StartsFromBase(options)) {
+    if (config::StartsFromBase(options.initialization)) {
       LORA_RETURN_IF_ERROR(CheckCanDecompose(options.rank));
     }
     at::TensorOptions tensor_options = adapter_options();
@@ -232,6 +258,12 @@ absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
   }
 }
 
+absl::Status LoraLayer::CheckAdapterName(const std::string& name) {
+  if (!name.empty() && !absl::StrContains(name, '.')) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "the name of an adapter is not empty and has no dot, got '", name, "'"));
+}
+
 absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter,
                                      const std::string& name) {
   if (HasAdapter(name)) {
@@ -243,15 +275,22 @@ absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter,
     return absl::FailedPreconditionError(absl::StrCat(
         DisplayName(), " is merged: unmerge it before it gets an adapter"));
   }
-  if (name.empty() || absl::StrContains(name, '.')) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "the name of an adapter is not empty and has no dot, got '", name,
-        "'"));
-  }
+  LORA_RETURN_IF_ERROR(CheckAdapterName(name));
   const LoraAdapterOptions& options = adapter.options;
+  for (const Slot& slot : slots_) {
+    if (config::StartsFromBase(slot.options.initialization) ||
+        config::StartsFromBase(options.initialization)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          DisplayName(),
+          ": an adapter that starts from the base weight, by PiSSA or OLoRA, "
+          "can't share it, as '",
+          slot.name, "' and '", name, "' would"));
+    }
+  }
   LORA_ASSIGN_OR_RETURN(const AdapterShapes shapes,
                         CheckedShapes(options.rank));
-  if (adapter.lora_A.sizes() != Shape(shapes.lora_A) ||
+  if (!adapter.lora_A.defined() || !adapter.lora_B.defined() ||
+      adapter.lora_A.sizes() != Shape(shapes.lora_A) ||
       adapter.lora_B.sizes() != Shape(shapes.lora_B)) {
     return absl::InvalidArgumentError(absl::StrCat(
         DisplayName(), " wants lora_A of shape ", ShapeString(shapes.lora_A),
@@ -448,6 +487,15 @@ absl::Status LoraLayer::SetActiveAdapters(std::vector<ActiveAdapter> active) {
                        "' must be finite, got ", active[i].weight));
     }
   }
+  for (const Slot& slot : slots_) {
+    if (!config::StartsFromBase(slot.options.initialization)) continue;
+    if (active.size() == 1 && active[0].weight == 1) break;
+    return absl::FailedPreconditionError(absl::StrCat(
+        DisplayName(), ": the adapter '", slot.name,
+        "' has started from the base weight, by PiSSA or OLoRA: what is left "
+        "of that is not the base model. Keep the adapter active with weight 1, "
+        "or save it and load it into a model with the original weights"));
+  }
   active_ = std::move(active);
   return absl::OkStatus();
 }
@@ -544,11 +592,11 @@ at::Tensor LoraLayer::LinearWithAdapter(const at::Tensor& input,
     return AddShares(shares, input, at::linear(input, weight, bias));
   }
   const LoraAdapter& dora = shares[0].adapter;
-  const at::Tensor output =
-      LoraMatmul(input, {weight, /*bias=*/{}, dora.lora_A, dora.lora_B,
-                         dora.options.Scale()}) *
-      DoraScale(dora).to(weight.scalar_type());
-  return bias.defined() ? output + bias : output;
+  const at::Tensor product = LoraMatmul(
+      input,
+      {weight, /*bias=*/{}, dora.lora_A, dora.lora_B, dora.options.Scale()});
+  const at::Tensor output = Scaled(product, DoraScale(dora));
+  return bias.defined() ? output + bias.to(output.scalar_type()) : output;
 }
 
 at::Tensor LoraLayer::AddAdapter(const at::Tensor& input,
@@ -599,7 +647,9 @@ at::Tensor LoraLayer::DoraNorms(const LoraAdapter& adapter) const {
 }
 
 at::Tensor LoraLayer::DoraScale(const LoraAdapter& adapter) const {
-  return adapter.lora_magnitude / DoraNorms(adapter);
+  const at::Tensor norms = DoraNorms(adapter);
+  // A row of zeros has the magnitude zero, and keeps its output of zero.
+  return adapter.lora_magnitude / norms.masked_fill(norms == 0, 1);
 }
 
 at::Tensor LoraLayer::AddDora(const at::Tensor& output,
@@ -612,13 +662,12 @@ at::Tensor LoraLayer::AddDora(const at::Tensor& output,
   if (dropout.probability > 0) {
     base = BaseWithoutBias(adapter_input);
   } else if (const at::Tensor bias = BaseOutputBias(); bias.defined()) {
-    base = base_output - AlongOutput(bias);
+    base = base_output - AlongOutput(bias.to(base_output.scalar_type()));
   }
   const at::Tensor adapted = AddProduct(
       base, adapter_input, adapter, adapter.options.Scale(), /*dropout=*/{});
-  const at::Tensor scale =
-      AlongOutput(DoraScale(adapter).to(output.scalar_type()));
-  return at::add(output, scale * adapted - base, weight);
+  const at::Tensor scaled = Scaled(adapted, AlongOutput(DoraScale(adapter)));
+  return at::add(output, scaled - base, weight);
 }
 
 // --- What needs the values of the base weight --------------------------------
@@ -631,11 +680,13 @@ absl::Status LoraLayer::CheckCanDecompose(int64_t rank) const {
         "point type, which ",
         name(), " does not have: override WeightMatrix(), or exclude it"));
   }
-  if (LayoutOf("weight", rank).has_value()) {
+  const auto layout = LayoutOf("weight", rank);
+  if (layout && state("weight").sizes() != Shape(layout->global_shape)) {
     return absl::UnimplementedError(absl::StrCat(
         "PiSSA and OLoRA need the whole weight of ", name(),
         ", which is split over ranks: choose another initialization"));
   }
+  CheckedForWeight(WeightFromMatrix(weight), state("weight"), name());
   const int64_t components = std::min(weight.size(0), weight.size(1));
   if (rank > components) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -645,57 +696,78 @@ absl::Status LoraLayer::CheckCanDecompose(int64_t rank) const {
   return absl::OkStatus();
 }
 
-void LoraLayer::Decompose(Slot& slot) {
-  const LoraAdapter adapter = this->adapter(slot.name);
+at::Tensor LoraLayer::ResidualWeight(const LoraAdapter& factors) const {
   const at::Tensor weight = WeightMatrix();
-  const at::Tensor wide = weight.to(at::toOpMathType(weight.scalar_type()));
-  const double scale = slot.options.Scale();
-  const int64_t rank = slot.options.rank;
-  const Factors factors =
-      slot.options.initialization == config::AdapterInitialization::kPissa
-          ? PissaFactors(wide, rank, scale)
-          : OloraFactors(wide, rank);
-  // As the adapter has them, so that rounding goes into what stays behind.
-  const at::Tensor a = factors.a.to(adapter.lora_A.scalar_type())
-                           .reshape(adapter.lora_A.sizes());
-  const at::Tensor b = factors.b.to(adapter.lora_B.scalar_type())
-                           .reshape(adapter.lora_B.sizes());
+  const at::ScalarType compute = at::toOpMathType(weight.scalar_type());
   const at::Tensor residual =
-      at::addmm(wide, AsMatrix(b).to(wide.scalar_type()),
-                AsMatrix(a).to(wide.scalar_type()), /*beta=*/1,
-                /*alpha=*/-scale);
-  const at::Tensor base_weight = state("weight");
-  const at::Tensor remaining =
-      CheckedForWeight(WeightFromMatrix(residual), base_weight, DisplayName());
-  slot.initial_A = CopyOf(a, at::kCPU);
-  slot.initial_B = CopyOf(b, at::kCPU);
-  adapter.lora_A.copy_(a);
-  adapter.lora_B.copy_(b);
-  base_weight.copy_(remaining);
+      at::addmm(weight.to(compute), AsMatrix(factors.lora_B).to(compute),
+                AsMatrix(factors.lora_A).to(compute), /*beta=*/1,
+                /*alpha=*/-factors.options.Scale());
+  return CheckedForWeight(WeightFromMatrix(residual), state("weight"),
+                          DisplayName());
 }
 
-absl::Status LoraLayer::InitializeFromBase() {
-  const c10::NoGradGuard no_grad;
-  try {
+absl::StatusOr<LoraAdapter> LoraLayer::FactorsFromBase(
+    const LoraAdapter& adapter) const {
+  LoraAdapter factors;
+  const LoraAdapterOptions& options = adapter.options;
+  if (!config::StartsFromBase(options.initialization)) return factors;
+  const std::string layer_name =
+      options.layer_name.empty() ? DisplayName() : options.layer_name;
+  LORA_RETURN_IF_ERROR(WithBaseWeight(layer_name, [&] {
+    const at::Tensor weight = WeightMatrix();
+    CheckUsable(adapter, weight);
+    if (HasStarted(adapter)) return absl::OkStatus();
+    const at::Tensor wide = weight.to(at::toOpMathType(weight.scalar_type()));
+    const auto [a, b] =
+        options.initialization == config::AdapterInitialization::kPissa
+            ? PissaFactors(wide, options.rank, options.Scale())
+            : OloraFactors(wide, options.rank);
+    // As the adapter has them, so that rounding goes into what stays behind.
+    factors.options = options;
+    factors.lora_A =
+        a.to(adapter.lora_A.scalar_type()).reshape(adapter.lora_A.sizes());
+    factors.lora_B =
+        b.to(adapter.lora_B.scalar_type()).reshape(adapter.lora_B.sizes());
+    ResidualWeight(factors);  // What it throws, it throws now.
+    return absl::OkStatus();
+  }));
+  return factors;
+}
+
+absl::Status LoraLayer::InitializeFromBase(const LoraAdapter& factors) {
+  return WithBaseWeight(DisplayName(), [&] {
     for (Slot& slot : slots_) {
       const LoraAdapter adapter = this->adapter(slot.name);
-      if (!slot.options.use_dora && !StartsFromBase(slot.options)) continue;
+      if (config::StartsFromBase(slot.options.initialization) &&
+          factors.lora_A.defined()) {
+        const at::Tensor residual = ResidualWeight(factors);
+        slot.initial_A = CopyOf(factors.lora_A, at::kCPU);
+        slot.initial_B = CopyOf(factors.lora_B, at::kCPU);
+        adapter.lora_A.copy_(factors.lora_A);
+        adapter.lora_B.copy_(factors.lora_B);
+        state("weight").copy_(residual);
+      }
+      if (!slot.options.use_dora) continue;
       CheckUsable(adapter, WeightMatrix());
-      const bool has_started = adapter.lora_A.any().item<bool>() &&
-                               adapter.lora_B.any().item<bool>();
-      if (StartsFromBase(slot.options) && !has_started) Decompose(slot);
       // Every rank that holds columns of these rows has the same magnitudes.
-      if (slot.options.use_dora && !adapter.lora_magnitude.any().item<bool>()) {
+      if (!adapter.lora_magnitude.any().item<bool>()) {
         adapter.lora_magnitude.copy_(DoraNorms(adapter));
       }
     }
-  } catch (const c10::LinAlgError& error) {
-    return absl::InternalError(
-        absl::StrCat(DisplayName(), ": ", error.what_without_backtrace()));
-  } catch (const c10::Error& error) {
-    return absl::FailedPreconditionError(error.what_without_backtrace());
+    return absl::OkStatus();
+  });
+}
+
+absl::Status LoraLayer::InitializeFromBase() {
+  LoraAdapter factors;
+  for (const Slot& slot : slots_) {
+    LORA_ASSIGN_OR_RETURN(LoraAdapter of_slot,
+                          FactorsFromBase(adapter(slot.name)));
+    // One that has some is the only adapter.
+    if (of_slot.lora_A.defined()) factors = std::move(of_slot);
   }
-  return absl::OkStatus();
+  return InitializeFromBase(factors);
 }
 
 LoraAdapter LoraLayer::InitialFactors(absl::string_view name) const {
@@ -707,6 +779,7 @@ LoraAdapter LoraLayer::InitialFactors(absl::string_view name) const {
 
 at::Tensor LoraLayer::MergedWeightMatrix() const {
   const c10::NoGradGuard no_grad;
+  const internal::NoAutocastGuard no_autocast;
   const at::Tensor weight = WeightMatrix();
   TORCH_CHECK(weight.defined(), DisplayName(),
               ": its weight has no matrix that adapters can be added to");
@@ -739,7 +812,7 @@ absl::Status LoraLayer::Merge(bool check_finite) {
     return absl::FailedPreconditionError(
         absl::StrCat(DisplayName(), " has no LoRA adapter to merge"));
   }
-  try {
+  return WithBaseWeight(DisplayName(), [&]() -> absl::Status {
     const at::Tensor merged = MergedWeightMatrix();
     if (merged.is_meta()) {
       return absl::FailedPreconditionError(absl::StrCat(
@@ -750,19 +823,14 @@ absl::Status LoraLayer::Merge(bool check_finite) {
           DisplayName(),
           ": the sum of weight and adapter has values that are not finite"));
     }
-    const c10::NoGradGuard no_grad;
     const at::Tensor weight = state("weight");
     const at::Tensor merged_weight =
         CheckedForWeight(WeightFromMatrix(merged), weight, DisplayName());
     at::Tensor unmerged = weight.detach().clone();
     weight.copy_(merged_weight);
     unmerged_weight_ = std::move(unmerged);
-  } catch (const c10::OutOfMemoryError& error) {
-    return absl::ResourceExhaustedError(error.what_without_backtrace());
-  } catch (const c10::Error& error) {
-    return absl::FailedPreconditionError(error.what_without_backtrace());
-  }
-  return absl::OkStatus();
+    return absl::OkStatus();
+  });
 }
 
 absl::Status LoraLayer::Unmerge() {

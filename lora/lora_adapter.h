@@ -91,7 +91,8 @@ struct LoraAdapterOptions {
   // Whether there is a magnitude, as in DoRA.
   bool use_dora = false;
   // kPissa and kOlora take the start of the factors out of the base weight; see
-  // LoraLayer::InitializeFromBase().
+  // LoraLayer::InitializeFromBase(). Such an adapter is its layer's only one,
+  // active with weight 1.
   config::AdapterInitialization initialization =
       config::AdapterInitialization::kDefault;
   // Which biases are trained with the adapter; see TrainedBiases() in
@@ -191,12 +192,17 @@ class LoraLayer : public torch::nn::Module {
   absl::StatusOr<LoraAdapter> EmptyAdapter(
       const LoraAdapterOptions& options) const;
 
+  // kInvalidArgument unless `name` can be that of an adapter: it is not empty
+  // and has no dot.
+  static absl::Status CheckAdapterName(const std::string& name);
+
   // Takes an adapter, whose parameters start to require grad, and makes it the
   // one that is active. The first moves every parameter, buffer and child into
   // the child `base_layer`. kFailedPrecondition if the layer has an adapter of
-  // this name already or is merged; kInvalidArgument if the name is empty or
-  // has a dot, or the parameters are not of this layer's shapes. The layer is
-  // then as it was.
+  // this name already or is merged, or if one of the two starts from the base
+  // weight; kInvalidArgument for such a name as CheckAdapterName() refuses, and
+  // for parameters that are not of this layer's shapes. The layer is then as it
+  // was.
   absl::Status AdoptAdapter(const LoraAdapter& adapter,
                             const std::string& name = kDefaultAdapter);
 
@@ -231,7 +237,8 @@ class LoraLayer : public torch::nn::Module {
   // The adapters that forward uses, in this order; none: the base layer alone.
   // kNotFound for one that the layer doesn't have, kInvalidArgument for one
   // that is listed twice or whose weight is not finite, kFailedPrecondition for
-  // a merged layer.
+  // a merged layer, and for anything but weight 1 of an adapter that starts
+  // from the base weight.
   absl::Status SetActiveAdapters(std::vector<ActiveAdapter> active);
   // As set; AdoptAdapter() sets the adapter that it takes.
   const std::vector<ActiveAdapter>& active_adapters() const { return active_; }
@@ -269,11 +276,20 @@ class LoraLayer : public torch::nn::Module {
   // that has loaded both from its own checkpoint goes on from there. With DoRA
   // on a layer whose input is split over ranks, collective over these.
   // kFailedPrecondition, with nothing changed, if weight or adapter have no
-  // values; kInternal if a decomposition does not converge.
+  // values, or a magnitude's norms could not be summed over ranks; kInternal,
+  // likewise, if a decomposition does not converge; kResourceExhausted if there
+  // is no memory.
   absl::Status InitializeFromBase();
+  // The two halves of it, so that of several layers all are computed before one
+  // is changed. FactorsFromBase(): lora_A and lora_B as an adapter of this
+  // layer, or one that it will adopt, starts with them; undefined if nothing is
+  // to be taken out of the weight. InitializeFromBase() with them writes.
+  absl::StatusOr<LoraAdapter> FactorsFromBase(const LoraAdapter& adapter) const;
+  absl::Status InitializeFromBase(const LoraAdapter& factors);
   // What InitializeFromBase() took out of the base weight for this adapter: the
-  // factors that it started with, on the CPU; undefined for other adapters. For
-  // the original weight, an adapter is s (B A - B0 A0).
+  // factors that it started with, on the CPU; undefined for other adapters, and
+  // where residual and factors come from a checkpoint. For the original weight,
+  // an adapter is s (B A - B0 A0).
   LoraAdapter InitialFactors(absl::string_view name = kDefaultAdapter) const;
 
   // The weight of the base layer as a matrix of out_features rows. By default,
@@ -377,8 +393,8 @@ class LoraLayer : public torch::nn::Module {
   const Slot* FindSlot(absl::string_view name) const;
   at::Tensor SlotParameter(const Slot& slot, const std::string& name) const;
   absl::Status CheckCanDecompose(int64_t rank) const;
-  // Takes the start of an adapter out of the base weight.
-  void Decompose(Slot& slot);
+  // The base weight without what `factors` multiply to, as the state `weight`.
+  at::Tensor ResidualWeight(const LoraAdapter& factors) const;
   // Throws unless `adapter` can compute on `input`.
   void CheckUsable(const LoraAdapter& adapter, const at::Tensor& input) const;
   // An active adapter, and what its share is multiplied by.

@@ -9,28 +9,22 @@
 #include "ATen/Context.h"
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
-#include "ATen/autocast_mode.h"
 #include "ATen/record_function.h"
 #include "c10/core/GradMode.h"
-#include "c10/core/impl/LocalDispatchKeySet.h"
 #include "c10/util/Exception.h"
 #include "c10/util/intrusive_ptr.h"
+#include "lora/internal/no_autocast_guard.h"
 #include "torch/csrc/autograd/custom_function.h"
 #include "torch/custom_class.h"
 
 namespace trainer_lora::lora {
 namespace {
 
+using internal::NoAutocastGuard;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // --- GEMMs -------------------------------------------------------------------
-
-// Under autocast, the in-place GEMMs would be refused.
-class NoAutocastGuard {
- private:
-  c10::impl::ExcludeDispatchKeyGuard guard_{c10::autocast_dispatch_keyset};
-};
 
 // alpha a b
 at::Tensor Product(const at::Tensor& a, const at::Tensor& b, double alpha = 1) {
@@ -371,6 +365,7 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
   static variable_list forward(AutogradContext* context, at::TensorList given,
                                const c10::intrusive_ptr<Plan>& plan) {
     RECORD_FUNCTION("trainer_lora::lora_matmul", {});
+    // The in-place GEMMs would be refused.
     const NoAutocastGuard no_autocast;
     const variable_list tensors = WithoutPlaceholders(given);
     const at::Tensor& input = tensors[kInput];

@@ -1,7 +1,11 @@
 #include "lora/merge.h"
 
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "config/internal/status_macros.h"
+#include "lora/internal/layer_selection.h"
 #include "lora/layer_replacement.h"
 #include "lora/lora_adapter.h"
 #include "torch/nn/module.h"
@@ -10,6 +14,14 @@ namespace trainer_lora::lora {
 
 absl::Status MergeAdapters(torch::nn::Module& model,
                            const MergeOptions& options) {
+  std::vector<std::pair<std::string, const LoraLayer*>> active;
+  for (const NamedLoraLayer& item : LoraLayers(model)) {
+    if (!item.layer->active_adapters().empty()) {
+      active.emplace_back(item.name, item.layer);
+    }
+  }
+  LORA_RETURN_IF_ERROR(internal::CheckWeightsAreNotShared(
+      active, "it would take the adapters of both"));
   std::vector<LoraLayer*> merged;
   for (const NamedLoraLayer& item : LoraLayers(model)) {
     if (item.layer->active_adapters().empty()) continue;

@@ -32,7 +32,8 @@ struct MergeOptions {
 // an error the model is as it was:
 //   kInvalidArgument     no layer has an active adapter
 //   kFailedPrecondition  a layer is merged already, or its weight is of no
-//                        floating point type or on the meta device
+//                        floating point type or on the meta device; two layers
+//                        share one weight, as tied embeddings do
 //   kDataLoss            check_finite, and a sum is not finite
 //   kResourceExhausted   no memory for the weights
 absl::Status MergeAdapters(torch::nn::Module& model,

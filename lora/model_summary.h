@@ -26,7 +26,8 @@ namespace trainer_lora::lora {
 // Counts of elements, each parameter once however many names it has. On a model
 // whose parameters are sharded these are the elements of this rank.
 struct ModelSummary {
-  // The number of adapted layers of each LoRA rank.
+  // The number of adapters of each LoRA rank: one a layer, unless it has
+  // several.
   std::map<int64_t, int64_t> lora_layers;
   // Everything, adapters included.
   int64_t parameters = 0;

@@ -266,7 +266,8 @@ at::Tensor RowParallelLinearImpl::forward(const at::Tensor& input) {
   const at::Tensor output = distributed::ReduceFromTensorParallel(
       LinearWithAdapter(own_input, weight(), /*bias=*/at::Tensor()), mesh_,
       tensor_dim_);
-  return bias().defined() ? at::add(output, bias()) : output;
+  return bias().defined() ? at::add(output, bias().to(output.scalar_type()))
+                          : output;
 }
 
 void RowParallelLinearImpl::reset_parameters() { DrawParts(*this); }

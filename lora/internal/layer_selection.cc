@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <map>
 #include <optional>
 #include <set>
 #include <unordered_map>
 #include <utility>
 
-#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "config/internal/status_macros.h"
@@ -170,14 +170,24 @@ class PatternTable {
 };
 
 absl::Status CheckCanAdopt(const std::vector<LayerInModel>& layers,
-                           const std::string& adapter_name) {
+                           const std::string& adapter_name,
+                           config::AdapterInitialization initialization) {
+  LORA_RETURN_IF_ERROR(LoraLayer::CheckAdapterName(adapter_name));
   std::vector<std::string> adapted;
   std::vector<std::string> merged;
+  std::vector<std::string> in_the_way;
   for (const LayerInModel& item : layers) {
     if (item.layer->HasAdapter(adapter_name)) {
       adapted.push_back(item.names.front());
     }
     if (item.layer->is_merged()) merged.push_back(item.names.front());
+    for (const std::string& name : item.layer->adapter_names()) {
+      if (config::StartsFromBase(initialization) ||
+          config::StartsFromBase(
+              item.layer->adapter(name).options.initialization)) {
+        in_the_way.push_back(item.names.front());
+      }
+    }
   }
   if (!adapted.empty()) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -192,6 +202,13 @@ absl::Status CheckCanAdopt(const std::vector<LayerInModel>& layers,
   if (!merged.empty()) {
     return absl::FailedPreconditionError(
         absl::StrCat(SomeOf(merged), ": merged; call UnmergeAdapters first"));
+  }
+  if (!in_the_way.empty()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "an adapter that starts from the base weights, by PiSSA or OLoRA, is "
+        "the only one of its model, as it changes these weights; there are "
+        "adapters on ",
+        SomeOf(in_the_way)));
   }
   return absl::OkStatus();
 }
@@ -359,7 +376,8 @@ absl::StatusOr<LayerSelection> SelectLayers(
                                          "alpha_pattern", config.alpha_pattern,
                                          config.target_matching));
   const ModuleTree tree = Walk(model);
-  LORA_RETURN_IF_ERROR(CheckCanAdopt(tree.lora_layers, adapter_name));
+  LORA_RETURN_IF_ERROR(
+      CheckCanAdopt(tree.lora_layers, adapter_name, config.initialization));
 
   LayerSelection selection;
   Chooser chooser(matcher);
@@ -370,6 +388,15 @@ absl::StatusOr<LayerSelection> SelectLayers(
         alphas.Find(item.names)
             .value_or(config.alpha.value_or(static_cast<double>(rank)));
     selection.layers.push_back({item.layer, item.names, rank, alpha});
+  }
+
+  if (config::StartsFromBase(config.initialization)) {
+    std::vector<std::pair<std::string, const LoraLayer*>> named;
+    for (const SelectedLayer& selected : selection.layers) {
+      named.emplace_back(selected.names.front(), selected.layer);
+    }
+    LORA_RETURN_IF_ERROR(CheckWeightsAreNotShared(
+        named, "PiSSA or OLoRA would take from it twice"));
   }
 
   std::vector<std::string> stock = AdviceOnSelectedStockLayers(tree, matcher);
@@ -402,6 +429,25 @@ absl::StatusOr<LayerSelection> SelectLayers(
                      "' matches no layer of a type that takes adapters"));
   }
   return selection;
+}
+
+absl::Status CheckWeightsAreNotShared(
+    const std::vector<std::pair<std::string, const LoraLayer*>>& layers,
+    absl::string_view problem) {
+  // A view of other elements, such as of a flat buffer, is another weight.
+  std::map<std::pair<const c10::StorageImpl*, int64_t>, std::string> names;
+  for (const auto& [name, layer] : layers) {
+    const at::Tensor weight = layer->state("weight");
+    if (!weight.defined() || !weight.has_storage()) continue;
+    const auto [first, is_new] = names.try_emplace(
+        {weight.storage().unsafeGetStorageImpl(), weight.storage_offset()},
+        name);
+    if (is_new) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat(first->second, " and ", name,
+                     " share one weight: ", problem, "; exclude one of them"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace trainer_lora::lora::internal

@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "config/language_version.h"
@@ -45,12 +47,21 @@ struct LayerSelection {
 // and one of its names is in a layer (block) to transform; of the patterns for
 // ranks and alphas, the first counts that matches one of its names. `config` is
 // enabled and valid. kFailedPrecondition if a layer has an adapter
-// `adapter_name` already or is merged; kInvalidArgument, with what to do, if
-// nothing is selected or a pattern for ranks or alphas has no effect.
+// `adapter_name` already or is merged, if one of several adapters would start
+// from the base weights, or one for layers that share a weight;
+// kInvalidArgument, with what to do, for a name that is none of an adapter, if
+// nothing is selected, or if a pattern for ranks or alphas has no effect.
 absl::StatusOr<LayerSelection> SelectLayers(
     const torch::nn::Module& model, const config::LoraConfig& config,
     const std::vector<std::string>& architecture_exclusions,
     const std::string& adapter_name = kDefaultAdapter);
+
+// kFailedPrecondition if two of the layers have one weight tensor, as tied
+// embeddings do, with both names and `problem`: what would then go wrong. Each
+// layer is given with its name.
+absl::Status CheckWeightsAreNotShared(
+    const std::vector<std::pair<std::string, const LoraLayer*>>& layers,
+    absl::string_view problem);
 
 }  // namespace trainer_lora::lora::internal
 

@@ -139,6 +139,30 @@ TEST_F(ActiveAdaptersTest, GradientsReachAllThatAreActive) {
   }
 }
 
+TEST_F(ActiveAdaptersTest, AnAdapterThatIsNotInUseHasNoGradient) {
+  model_.forward(x_).sum().backward();
+  const at::Tensor lora_A = model_.to_q->adapter("style").lora_A;
+  {
+    // Gradients are accumulated around a reference's forward pass.
+    LORA_ASSERT_OK_AND_ASSIGN(const auto base,
+                              ActiveAdaptersScope::Create(model_, {}));
+    EXPECT_TRUE(lora_A.grad().defined());
+  }
+  ASSERT_THAT(SetActiveAdapters(model_, {{kDefaultAdapter}}), IsOk());
+  EXPECT_FALSE(lora_A.grad().defined());
+
+  // Nor one that a further adapter takes the place of.
+  model_.forward(x_).sum().backward();
+  EXPECT_TRUE(model_.to_q->lora_A().grad().defined());
+  config::LoraConfig config;
+  config.enable = true;
+  config.rank = 1;
+  LoraTrainingOptions options;
+  options.adapter_name = "subject";
+  ASSERT_THAT(EnableLoraTraining(model_, config, options), IsOk());
+  EXPECT_FALSE(model_.to_q->lora_A().grad().defined());
+}
+
 TEST_F(ActiveAdaptersTest, AScopeRestoresWhatWasThere) {
   ASSERT_THAT(
       SetActiveAdapters(model_, {{kDefaultAdapter, 0.7}, {"style", -0.3}}),
@@ -187,6 +211,29 @@ TEST_F(ActiveAdaptersTest, ANameIsTakenOnce) {
   EXPECT_THAT(EnableLoraTraining(model_, config, options),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        HasSubstr("of the name 'style' on to_q, to_v")));
+}
+
+TEST_F(ActiveAdaptersTest, AWrongNameLeavesTheModelAsItWas) {
+  config::LoraConfig config;
+  config.enable = true;
+  config.rank = 2;
+  const std::vector<std::string> trainable = Trainable();
+  for (const char* name : {"", "v1.2"}) {
+    LoraTrainingOptions options;
+    options.adapter_name = name;
+    EXPECT_THAT(EnableLoraTraining(model_, config, options),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("the name of an adapter")));
+    EXPECT_EQ(Trainable(), trainable);
+    ExpectOutput(0, 1);
+  }
+}
+
+TEST_F(ActiveAdaptersTest, FinalizingSaysThatNoneIsActive) {
+  ASSERT_THAT(SetActiveAdapters(model_, {}), IsOk());
+  EXPECT_THAT(FinalizeLoraTraining(model_),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("call SetActiveAdapters")));
 }
 
 TEST_F(ActiveAdaptersTest, ACloneHasAdaptersOfItsOwn) {

@@ -1,17 +1,21 @@
 // What the variants of LoRA compute and how they start, against their formulas.
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
+#include "ATen/autocast_mode.h"
 #include "absl/status/status.h"
+#include "c10/core/GradMode.h"
 #include "config/lora_config.h"
 #include "distributed/meta_device.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "lora/active_adapters.h"
 #include "lora/adapter_file.h"
 #include "lora/layer_replacement.h"
 #include "lora/linear.h"
@@ -33,6 +37,21 @@ using ::trainer_lora::config::BiasTraining;
 using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::StatusIs;
 using ::trainer_lora::testutil::TemporaryFolder;
+
+// Autocast of the CPU to bfloat16 while one lives.
+class AutocastOn {
+ public:
+  explicit AutocastOn(bool enabled)
+      : before_(at::autocast::is_autocast_enabled(at::kCPU)) {
+    at::autocast::set_autocast_enabled(at::kCPU, enabled);
+  }
+  ~AutocastOn() { at::autocast::set_autocast_enabled(at::kCPU, before_); }
+  AutocastOn(const AutocastOn&) = delete;
+  AutocastOn& operator=(const AutocastOn&) = delete;
+
+ private:
+  bool before_;
+};
 
 struct ModelImpl : torch::nn::Module {
   explicit ModelImpl(int64_t in = 6, int64_t out = 9)
@@ -215,6 +234,78 @@ TEST(DoraLayerTest, TheMagnitudeStartsWhenTheBaseIsLoaded) {
   EXPECT_TRUE(at::allclose(model->to_q->adapter().lora_magnitude, norms + 1));
 }
 
+TEST(DoraLayerTest, AnAdapterThatIsNotActiveStartsWhenTheBaseIsLoaded) {
+  Model model;
+  config::LoraConfig config = Config();
+  config.use_dora = true;
+  LoraTrainingOptions options;
+  options.prepare_for_fsdp = true;
+  ASSERT_THAT(EnableLoraTraining(*model, config, options), IsOk());
+  config.target_modules = {{"to_k"}};
+  options.adapter_name = "style";
+  ASSERT_THAT(EnableLoraTraining(*model, config, options), IsOk());
+  ASSERT_THAT(FinalizeLoraTraining(*model), IsOk());
+  ASSERT_THAT(SetActiveAdapters(*model, {{kDefaultAdapter}}), IsOk());
+  const at::Tensor x = at::randn({4, 6});
+  const at::Tensor base =
+      at::linear(x, model->to_q->weight(), model->to_q->bias());
+  EXPECT_TRUE(at::allclose(model->to_q(x), base, 1e-5, 1e-5));
+}
+
+TEST(DoraLayerTest, ARowOfZerosStaysZeroAndTrains) {
+  Model model;
+  model->to_q->weight().detach()[2].zero_();
+  config::LoraConfig config = Config();
+  config.use_dora = true;
+  ASSERT_THAT(EnableLoraTraining(*model, config), IsOk());
+  const at::Tensor x = at::randn({4, 6});
+  const at::Tensor output = model->to_q(x);
+  EXPECT_TRUE(
+      at::equal(output.select(1, 2), model->to_q->bias()[2].expand({4})));
+  output.sum().backward();
+  EXPECT_TRUE(at::isfinite(output).all().item<bool>());
+  for (const NamedParameter& item : TrainableParameters(*model)) {
+    EXPECT_TRUE(at::isfinite(item.parameter.grad()).all().item<bool>())
+        << item.name;
+  }
+}
+
+TEST(DoraLayerTest, ComputesInTheInputsTypeAndRoundsOnce) {
+  for (const double dropout : {0.0, 0.5}) {
+    for (const bool autocast : {false, true}) {
+      SCOPED_TRACE(dropout);
+      SCOPED_TRACE(autocast);
+      at::manual_seed(7);
+      Model model(32, 48);
+      if (!autocast) model->to(at::kBFloat16);
+      config::LoraConfig config = Config();
+      config.use_dora = true;
+      config.dropout = dropout;
+      config.adapter_dtype = config::AdapterDtype::kFloat32;
+      ASSERT_THAT(EnableLoraTraining(*model, config), IsOk());
+      const at::Tensor magnitude = model->to_q->adapter().lora_magnitude;
+      const at::Tensor x =
+          at::randn({64, 32}, autocast ? at::kFloat : at::kBFloat16);
+      model->eval();
+      // In bfloat16 this ratio would be 1.0078. Rounded as products, the many
+      // outputs have it in their sum.
+      const auto run = [&] {
+        const AutocastOn scope(autocast);
+        return model->to_q(x).detach();
+      };
+      const at::Tensor before = run();
+      EXPECT_EQ(before.scalar_type(), at::kBFloat16);
+      magnitude.detach().mul_(1.0055);
+      const at::Tensor bias = model->to_q->bias().to(at::kDouble);
+      const at::Tensor ratio = (run().to(at::kDouble) - bias).abs().sum() /
+                               (before.to(at::kDouble) - bias).abs().sum();
+      EXPECT_NEAR(ratio.item<double>(), 1.0055, 1e-3);
+      model->train();
+      EXPECT_EQ(run().scalar_type(), at::kBFloat16);
+    }
+  }
+}
+
 TEST(BaseInitializationTest, PissaTakesThePrincipalPartOutOfTheWeight) {
   at::manual_seed(2);
   Model model;
@@ -293,7 +384,7 @@ TEST(BaseInitializationTest, ASavedAdapterIsForTheOriginalWeight) {
     ASSERT_THAT(SaveAdapter(*trained, folder.Path("adapter")), IsOk());
     EXPECT_THAT(LoadAdapter(*trained, folder.Path("adapter")),
                 StatusIs(absl::StatusCode::kFailedPrecondition,
-                         HasSubstr("started from its base weight")));
+                         HasSubstr("starts from its base weight")));
 
     config.initialization = AdapterInitialization::kDefault;
     config.rank = 6;
@@ -302,6 +393,108 @@ TEST(BaseInitializationTest, ASavedAdapterIsForTheOriginalWeight) {
     ASSERT_THAT(LoadAdapter(*plain, folder.Path("adapter")), IsOk());
     const at::Tensor x = at::randn({4, 6});
     EXPECT_TRUE(at::allclose(plain->to_q(x), trained->to_q(x), 1e-5, 1e-5));
+  }
+}
+
+// What is left of the base weight is the layer's only together with the adapter
+// that took from it.
+TEST(BaseInitializationTest, SuchAnAdapterIsTheOnlyOneAndAlwaysActive) {
+  at::manual_seed(2);
+  Model model;
+  config::LoraConfig pissa = Config();
+  pissa.initialization = AdapterInitialization::kPissa;
+  config::LoraConfig plain = Config();
+  plain.target_modules = {{"to_k"}};
+  LoraTrainingOptions style;
+  style.adapter_name = "style";
+  const auto is_refused = [](const char* text) {
+    return StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr(text));
+  };
+  ASSERT_THAT(EnableLoraTraining(*model, plain, style), IsOk());
+  EXPECT_THAT(EnableLoraTraining(*model, pissa),
+              is_refused("there are adapters on to_k"));
+  EXPECT_FALSE(model->to_q->is_adapted());
+
+  Model only;
+  ASSERT_THAT(EnableLoraTraining(*only, pissa), IsOk());
+  const at::Tensor x = at::randn({4, 6});
+  const at::Tensor output = only->to_q(x);
+  EXPECT_THAT(EnableLoraTraining(*only, plain, style),
+              is_refused("there are adapters on to_q"));
+  EXPECT_THAT(SetActiveAdapters(*only, {}),
+              is_refused("to_q: the adapter 'default' has started from"));
+  EXPECT_THAT(SetActiveAdapters(*only, {{kDefaultAdapter, 0.5}}),
+              is_refused("weight 1"));
+  EXPECT_THAT(ActiveAdaptersScope::Create(*only, {}), is_refused("weight 1"));
+  EXPECT_THAT(SetActiveAdapters(*only, {{kDefaultAdapter}}), IsOk());
+  LoraAdapterOptions options;
+  options.rank = 1;
+  options.alpha = 1;
+  LORA_ASSERT_OK_AND_ASSIGN(const LoraAdapter second,
+                            only->to_q->EmptyAdapter(options));
+  EXPECT_THAT(only->to_q->AdoptAdapter(second, "style"),
+              is_refused("can't share it"));
+  EXPECT_TRUE(at::equal(only->to_q(x), output));
+}
+
+TEST(BaseInitializationTest, AResumedAdapterIsNotSavedForAnotherWeight) {
+  at::manual_seed(3);
+  Model trained;
+  config::LoraConfig config = Config();
+  config.initialization = AdapterInitialization::kPissa;
+  ASSERT_THAT(EnableLoraTraining(*trained, config), IsOk());
+
+  // As from the trainer's own checkpoint: the residual and both factors.
+  Model resumed;
+  LoraTrainingOptions options;
+  options.prepare_for_fsdp = true;
+  ASSERT_THAT(EnableLoraTraining(*resumed, config, options), IsOk());
+  TemporaryFolder folder;
+  EXPECT_THAT(LoadAdapter(*resumed, folder.Path("adapter")),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("starts from its base weight")));
+  {
+    const c10::NoGradGuard no_grad;
+    const auto parameters = trained->named_parameters();
+    for (const auto& item : resumed->named_parameters()) {
+      item.value().copy_(parameters[item.key()]);
+    }
+  }
+  ASSERT_THAT(FinalizeLoraTraining(*resumed), IsOk());
+  const at::Tensor x = at::randn({4, 6});
+  EXPECT_TRUE(at::equal(resumed->to_q(x), trained->to_q(x)));
+  EXPECT_THAT(SaveAdapter(*resumed, folder.Path("adapter")),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("to_q has its weight and its adapter")));
+}
+
+TEST(BaseInitializationTest, AWeightThatIsNotFiniteLeavesTheModelAsItWas) {
+  const auto names = [](const torch::nn::Module& model) {
+    return model.named_parameters().keys();
+  };
+  config::LoraConfig config = Config();
+  config.initialization = AdapterInitialization::kPissa;
+  config.target_modules = {{"to_q", "to_k"}};
+  for (const bool prepare_for_fsdp : {false, true}) {
+    at::manual_seed(3);
+    Model model;
+    model->to_k->weight().detach()[1][1] =
+        std::numeric_limits<double>::quiet_NaN();
+    const at::Tensor q = model->to_q->weight().detach().clone();
+    const std::vector<std::string> before = names(*model);
+    LoraTrainingOptions options;
+    options.prepare_for_fsdp = prepare_for_fsdp;
+    absl::Status status = EnableLoraTraining(*model, config, options).status();
+    if (prepare_for_fsdp) {
+      ASSERT_THAT(status, IsOk());
+      status = FinalizeLoraTraining(*model).status();
+    } else {
+      EXPECT_EQ(names(*model), before);
+      EXPECT_TRUE(model->to_q->weight().requires_grad());
+    }
+    EXPECT_THAT(status,
+                StatusIs(absl::StatusCode::kInternal, HasSubstr("to_k")));
+    EXPECT_TRUE(at::equal(model->to_q->weight(), q));
   }
 }
 

@@ -10,6 +10,7 @@
 #include "config/lora_config.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "lora/embedding.h"
 #include "lora/layer_replacement.h"
 #include "lora/linear.h"
 #include "lora/lora_adapter.h"
@@ -139,6 +140,29 @@ TEST(MergeTest, ErrorsLeaveTheModelAsItWas) {
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        HasSubstr("to_q is merged already")));
   EXPECT_TRUE(model.to_q->is_merged());
+}
+
+TEST(MergeTest, RefusesLayersThatShareAWeight) {
+  torch::nn::Module model;
+  const at::Tensor weight = at::randn({9, 5});
+  Embedding encoder(torch::nn::EmbeddingOptions(9, 5)._weight(weight));
+  Embedding decoder(torch::nn::EmbeddingOptions(9, 5)._weight(weight));
+  model.register_module("encoder", encoder);
+  model.register_module("decoder", decoder);
+  config::LoraConfig config;
+  config.enable = true;
+  config.rank = 2;
+  config.target_modules = {{"encoder", "decoder"}};
+  config.initialization = config::AdapterInitialization::kPissa;
+  EXPECT_THAT(EnableLoraTraining(model, config),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("encoder and decoder share one weight")));
+  config.initialization = config::AdapterInitialization::kDefault;
+  ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
+  EXPECT_THAT(MergeAdapters(model),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("encoder and decoder share one weight")));
+  EXPECT_FALSE(encoder->is_merged());
 }
 
 }  // namespace
