@@ -103,12 +103,12 @@ def run(benchmark: Benchmark, binaries: pathlib.Path, data: pathlib.Path, device
     last_line = (process.stderr.strip().splitlines() or ["it said nothing"])[-1]
     measured_device = result["context"].get("device", "host")
     errors = [f"{case['name']}: {case['error_message']}" for case in result["cases"] if case.get("error_occurred")]
-    if process.returncode < 0:
+    if errors:
+        result["reason"] = "; ".join(errors)
+    elif process.returncode < 0:
         result["reason"] = f"ended by signal {-process.returncode}: {last_line}"
     elif process.returncode > 0:
         result["reason"] = f"exit status {process.returncode}: {last_line}"
-    elif errors:
-        result["reason"] = "; ".join(errors)
     elif not result["cases"]:
         result["reason"] = f"measured nothing: {last_line}"
         if device == "cuda" and last_line.endswith(_NO_GPU):

@@ -117,17 +117,17 @@ class RunBenchmarksTest(unittest.TestCase):
         self.assertIn("| BM_B | 1 ms |", markdown)
 
     def test_fails_for_a_case_with_an_error(self):
-        self.add("a_benchmark", [case("BM_A", 0.0, error_occurred=True, error_message="no file"), case("BM_B", 1.0)])
+        self.add("a_benchmark", [case("BM_A", 0.0, error_occurred=True, error_message="no file"), case("BM_B", 1.0)], status=1)
         status, stderr, markdown, _ = self.run_all()
         self.assertEqual(status, 1)
         self.assertIn("bench: //tests:a_benchmark failed: BM_A: no file\n", stderr)
         self.assertIn("| BM_A | error |\n| BM_B | 1 ms |\n", markdown)
 
     def test_fails_for_a_benchmark_that_measures_nothing(self):
-        self.add("a_benchmark", stderr="Failed to match any benchmarks against regex: x\n")
+        self.add("a_benchmark", stderr="Failed to match any benchmarks against regex: x\n", status=1)
         status, stderr, _, _ = self.run_all()
         self.assertEqual(status, 1)
-        self.assertIn("a_benchmark failed: measured nothing: Failed to match any benchmarks against regex: x\n", stderr)
+        self.assertIn("a_benchmark failed: exit status 1: Failed to match any benchmarks against regex: x\n", stderr)
 
     def test_skips_what_lacks_a_gpu(self):
         self.add("a_benchmark", stderr="--device=cuda: nothing is measured, as this machine has no GPU\n")
