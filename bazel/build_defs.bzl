@@ -6,8 +6,8 @@ _COPTS = [
     "-Wno-sign-compare",
 ]
 
-# Where remote workers with a GPU are kept apart from others.
-_GPU_EXEC_PROPERTIES = {"Pool": "gpu"}
+# Where remote workers with a GPU are kept apart from others: for running a test, not for building it.
+_GPU_EXEC_PROPERTIES = {"test.Pool": "gpu"}
 
 def lora_cc_library(name, copts = [], **kwargs):
     native.cc_library(
