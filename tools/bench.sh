@@ -69,7 +69,6 @@ for path in $(to_paths <<<"${labels}"); do
   # What a program is linked with is from the wheels, there on any machine with a compiler's runtime, or packed.
   ldd "${binaries}/${path}" | awk '$2 == "=>" && $3 !~ "/_U@libtorch_" && $1 !~ "^lib(c|m|dl|rt|util|pthread|gcc_s|stdc\\+\\+)\\.so" {print $3}'
 done | sort -u | xargs --no-run-if-empty cp --target-directory="${folder}/lib"
-query "labels(data, ${smoke_tests} + ${gpu_tests})" | to_paths | xargs --no-run-if-empty cp --parents --target-directory="${folder}"
 query "${gpu_tests}" | to_paths >"${folder}/gpu_tests"
 echo "${commit}" >"${folder}/commit"
 cp tools/run_benchmarks.py "${work}/benchmarks.xml" "${folder}"

@@ -37,7 +37,8 @@ tar -c --exclude-vcs --exclude='bazel-*' --exclude=./debian.bazelrc --exclude=./
 cp -r "${vendored}/tests/consumer/." "${monorepo}"
 sed -i 's|path = "\.\./\.\."|path = "third_party/trainer_lora"|' "${monorepo}/WORKSPACE"
 
-consumer_bazel test //:all
+# With two tests of ours, which find their files there, and its GoogleTest.
+consumer_bazel test //:all @trainer_lora//tests/config:trainer_config_test @trainer_lora//tests/tools:run_benchmarks_test
 # Every library of ours loads from there too, not only those in use.
 consumer_bazel build --nobuild @trainer_lora//:all @trainer_lora//config/... @trainer_lora//distributed/... \
   @trainer_lora//lora/...

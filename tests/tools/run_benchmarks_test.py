@@ -24,14 +24,14 @@ class RunBenchmarksTest(unittest.TestCase):
         self.rules = []
 
     def add(self, name, cases=(), context=None, stderr="", status=0, quick_flags=()):
-        """Adds the benchmark //tests:name; without cases it writes no output. It keeps its flags in a file."""
+        """Adds the benchmark //tests:name; without cases it writes no output. It keeps its flags in a file beside it."""
         output = json.dumps({"context": context or _CONTEXT, "benchmarks": cases}) if cases else ""
         binary = self.folder / "bin" / "tests" / name
         binary.parent.mkdir(parents=True, exist_ok=True)
         binary.write_text(
             "#!/usr/bin/env python3\n"
             "import pathlib, sys\n"
-            f"pathlib.Path('{name}.flags').write_text(' '.join(sys.argv[1:]))\n"
+            "pathlib.Path(sys.argv[0] + '.flags').write_text(' '.join(sys.argv[1:]))\n"
             "output = next(flag.split('=')[1] for flag in sys.argv if flag.startswith('--benchmark_out='))\n"
             f"pathlib.Path(output).write_text({output!r})\n"
             f"sys.stderr.write({stderr!r})\n"
@@ -55,7 +55,6 @@ class RunBenchmarksTest(unittest.TestCase):
                 [
                     f"--targets={targets}",
                     f"--binaries={self.folder / 'bin'}",
-                    f"--data={self.folder}",
                     f"--output={output}",
                     "--commit=abc",
                     *arguments,
@@ -65,7 +64,7 @@ class RunBenchmarksTest(unittest.TestCase):
         return status, stderr.getvalue(), (output / "benchmarks.md").read_text(), report
 
     def flags_of(self, name):
-        flags = (self.folder / f"{name}.flags").read_text().split()
+        flags = (self.folder / "bin" / "tests" / f"{name}.flags").read_text().split()
         return [flag for flag in flags if not flag.startswith("--benchmark_out")]
 
     def test_writes_a_table_of_each_benchmark(self):
