@@ -42,7 +42,8 @@ readonly options
 readonly smoke_tests='attr(tags, "\bbenchmark\b", //tests/...)' gpu_tests='attr(tags, "\bgpu\b", //tests/...)'
 # Of a tree without git it is not known.
 readonly commit="$(git describe --always --dirty --exclude='*' 2>/dev/null || echo unknown)"
-readonly work="$(mktemp -d --tmpdir bench.XXXXXX)"
+work="$(mktemp -d --tmpdir bench.XXXXXX)"
+readonly work
 trap 'rm -rf "${work}"' EXIT
 
 query() { bazel query --noshow_progress "$@"; }
@@ -53,7 +54,8 @@ labels="$(python3 tools/run_benchmarks.py --targets="${work}/benchmarks.xml" --l
 [[ -z "${pack}" ]] || labels+=$'\n'"$(query "${gpu_tests}")"
 mapfile -t targets <<<"${labels}"
 bazel build "${options[@]}" "${targets[@]}"
-readonly binaries="$(bazel info --noshow_progress "${options[@]}" bazel-bin 2>/dev/null)"
+binaries="$(bazel info --noshow_progress "${options[@]}" bazel-bin)"
+readonly binaries
 
 if [[ -z "${pack}" ]]; then
   python3 tools/run_benchmarks.py --targets="${work}/benchmarks.xml" --binaries="${binaries}" --commit="${commit}" \
@@ -76,7 +78,8 @@ cp tools/run_packed_benchmarks.sh "${folder}/run.sh"
 
 mkdir -p "$(dirname "${pack}")"
 tar -c --sort=name --owner=0 --group=0 --numeric-owner -C "${work}" trainer_lora_bench | gzip -9 >"${pack}"
-readonly bytes="$(stat --format=%s "${pack}")" limit=60000000
+bytes="$(stat --format=%s "${pack}")"
+readonly bytes limit=60000000
 if ((bytes >= limit)); then
   echo "bench: ${pack} has ${bytes} bytes, and may have ${limit}: see which program grew with tar -tvf" >&2
   exit 1
