@@ -6,8 +6,8 @@ _COPTS = [
     "-Wno-sign-compare",
 ]
 
-# Where remote workers with a GPU are kept apart from others.
-_GPU_EXEC_PROPERTIES = {"Pool": "gpu"}
+# Where remote workers with a GPU are kept apart from others: for running a test, not for building it.
+_GPU_EXEC_PROPERTIES = {"test.Pool": "gpu"}
 
 def lora_cc_library(name, copts = [], **kwargs):
     native.cc_library(
@@ -58,18 +58,19 @@ def lora_cc_gpu_test(name, deps = [], tags = [], **kwargs):
 def lora_cc_benchmark(
         name,
         srcs,
+        main,
         deps = [],
         copts = [],
         data = [],
         args = [],
         smoke_args = [],
-        main = "@com_github_google_benchmark//:benchmark_main",
         tags = [],
         **kwargs):
     """A Google Benchmark binary, and `<name>_smoke_test`, which runs each of its benchmarks once.
 
     For times: `bazel run -c opt <name>`. The test only says that the benchmarks still work; `smoke_args` are further
-    arguments for it alone. Sources with a main() of their own set `main` to the library without one.
+    arguments for it alone. `main` has the main(); for sources with one of their own, which ends with RunBenchmarks(), it
+    is //tests/testutil:run_benchmarks.
     """
     native.cc_library(
         name = name + "_lib",
@@ -77,7 +78,10 @@ def lora_cc_benchmark(
         srcs = srcs,
         copts = _COPTS + copts,
         visibility = ["//visibility:private"],
-        deps = deps + [main],
+        deps = deps + [
+            main,
+            "@com_github_google_benchmark//:benchmark",
+        ],
         # Benchmarks register themselves: nothing refers to their objects.
         alwayslink = True,
     )

@@ -6,6 +6,7 @@
 # - Deleted functions, destructors, moves and instantiations that have no comment are left out: they say nothing.
 # - Headings of sections, --- Such ---, are left out too.
 # - TORCH_MODULE(Name) is the class that it declares.
+# - What is for clang-tidy, // NOLINT and so on, is left out.
 
 # `text` with nothing that is a command or a tag to Doxygen; what is in backticks is neither.
 function escape(text,    parts, count, i, result) {
@@ -38,13 +39,21 @@ function end_code() {
   in_code = 0
 }
 
+# Whether it declares the move constructor or the move assignment of a class.
+function is_move(line,    names) {
+  if (line ~ /operator=\([A-Za-z0-9]+&&/) return 1
+  if (!match(line, /[A-Za-z0-9]+\([A-Za-z0-9]+&&/)) return 0
+  split(substr(line, RSTART, RLENGTH), names, /[(&]/)
+  return names[1] == names[2]
+}
+
 function declaration(line) {
   if (!guard && line ~ /^#ifndef .*_H_$/) {
     guard = substr(line, 9)
     return was_comment ? "/// @file" : "/// @ref a_comment_on_this_file @file"
   }
   if (guard && line ~ "^#(define|endif  //) " guard "$") return ""
-  if (!was_comment && line ~ /= delete;$|^extern template |^ *~[A-Za-z]+\(\)|^[^()]*\([A-Za-z]+&&[^,]*\)/) return ""
+  if (!was_comment && (line ~ /= delete;$|^extern template |^ *~[A-Za-z]+\(\)/ || is_move(line))) return ""
   if (match(line, /^TORCH_MODULE\([A-Za-z0-9]+\);$/)) {
     name = substr(line, 14, length(line) - 15)
     return "/** A shared handle to a " name "Impl, as the classes of torch::nn are. */ class " name \
@@ -57,6 +66,7 @@ function declaration(line) {
 }
 
 {
+  sub(/ *\/\/ NOLINT.*/, "")
   is_comment = match($0, /^ *\/\/( |$)/)
   if (is_comment && $0 ~ / ---$/) {
     line = ""

@@ -11,8 +11,8 @@ def _symlink(repository_ctx, target, link):
         fail("%s is missing: install %s, or run tools/setup.sh" % (target, repository_ctx.attr.package))
     repository_ctx.symlink(target, link)
 
-def _static_libraries(repository_ctx):
-    """The static archives of the pkg-config modules, dependents first, as the linker wants them."""
+def _libraries(repository_ctx):
+    """The given libraries, or the static archives of the pkg-config modules, dependents first, as the linker wants them."""
     if not repository_ctx.attr.pkg_config:
         return repository_ctx.attr.libraries
     pkg_config = repository_ctx.which("pkg-config")
@@ -29,7 +29,7 @@ def _system_repository_impl(repository_ctx):
         _symlink(repository_ctx, directory, directory.split("/")[-1])
     for header in repository_ctx.attr.headers:
         _symlink(repository_ctx, "/usr/include/" + header, "include/" + header)
-    libraries = [library.strip() for library in _static_libraries(repository_ctx)]
+    libraries = [library.strip() for library in _libraries(repository_ctx)]
     if libraries:
         directory = _library_directory(repository_ctx)
         for library in libraries:
@@ -53,14 +53,14 @@ def _system_repository_impl(repository_ctx):
 
 system_repository = repository_rule(
     implementation = _system_repository_impl,
-    doc = "Links headers, static archives and programs of an installed package into a repository with upstream's labels.",
+    doc = "Links headers, libraries and programs of an installed package into a repository with upstream's labels.",
     local = True,
     attrs = {
         "aliases": attr.string_dict(doc = "`<package>:<name>` of upstream -> label in this repository"),
         "build_file": attr.label(mandatory = True, allow_single_file = True),
         "directories": attr.string_list(doc = "absolute directories to link under their last name"),
         "headers": attr.string_list(doc = "files and folders below the system include directory"),
-        "libraries": attr.string_list(doc = "static archives, in link order"),
+        "libraries": attr.string_list(doc = "archives or shared libraries, in link order"),
         "library_prefix": attr.string(doc = "archives of pkg_config whose name does not start with this are left out"),
         "package": attr.string(mandatory = True, doc = "the name of the Debian package, for messages"),
         "pkg_config": attr.string_list(doc = "pkg-config modules whose static archives are taken instead of `libraries`"),

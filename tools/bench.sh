@@ -42,7 +42,8 @@ readonly options
 readonly smoke_tests='attr(tags, "\bbenchmark\b", //tests/...)' gpu_tests='attr(tags, "\bgpu\b", //tests/...)'
 # Of a tree without git it is not known.
 readonly commit="$(git describe --always --dirty --exclude='*' 2>/dev/null || echo unknown)"
-readonly work="$(mktemp -d --tmpdir bench.XXXXXX)"
+work="$(mktemp -d --tmpdir bench.XXXXXX)"
+readonly work
 trap 'rm -rf "${work}"' EXIT
 
 query() { bazel query --noshow_progress "$@"; }
@@ -53,7 +54,8 @@ labels="$(python3 tools/run_benchmarks.py --targets="${work}/benchmarks.xml" --l
 [[ -z "${pack}" ]] || labels+=$'\n'"$(query "${gpu_tests}")"
 mapfile -t targets <<<"${labels}"
 bazel build "${options[@]}" "${targets[@]}"
-readonly binaries="$(bazel info --noshow_progress "${options[@]}" bazel-bin 2>/dev/null)"
+binaries="$(bazel info --noshow_progress "${options[@]}" bazel-bin)"
+readonly binaries
 
 if [[ -z "${pack}" ]]; then
   python3 tools/run_benchmarks.py --targets="${work}/benchmarks.xml" --binaries="${binaries}" --commit="${commit}" \
@@ -66,10 +68,9 @@ mkdir -p "${folder}/bin" "${folder}/lib"
 for path in $(to_paths <<<"${labels}"); do
   mkdir -p "$(dirname "${folder}/bin/${path}")"
   strip -o "${folder}/bin/${path}" "${binaries}/${path}"
-  # What a program is linked with is from the wheels (_solib), there on any machine with a compiler's runtime, or packed.
-  ldd "${binaries}/${path}" | awk '$2 == "=>" && $3 !~ "/_solib" && $1 !~ "^lib(c|m|dl|rt|util|pthread|gcc_s|stdc\\+\\+)\\.so" {print $3}'
+  # What a program is linked with is from the wheels, there on any machine with a compiler's runtime, or packed.
+  ldd "${binaries}/${path}" | awk '$2 == "=>" && $3 !~ "/_U@libtorch_" && $1 !~ "^lib(c|m|dl|rt|util|pthread|gcc_s|stdc\\+\\+)\\.so" {print $3}'
 done | sort -u | xargs --no-run-if-empty cp --target-directory="${folder}/lib"
-query "labels(data, ${smoke_tests} + ${gpu_tests})" | to_paths | xargs --no-run-if-empty cp --parents --target-directory="${folder}"
 query "${gpu_tests}" | to_paths >"${folder}/gpu_tests"
 echo "${commit}" >"${folder}/commit"
 cp tools/run_benchmarks.py "${work}/benchmarks.xml" "${folder}"
@@ -77,7 +78,8 @@ cp tools/run_packed_benchmarks.sh "${folder}/run.sh"
 
 mkdir -p "$(dirname "${pack}")"
 tar -c --sort=name --owner=0 --group=0 --numeric-owner -C "${work}" trainer_lora_bench | gzip -9 >"${pack}"
-readonly bytes="$(stat --format=%s "${pack}")" limit=60000000
+bytes="$(stat --format=%s "${pack}")"
+readonly bytes limit=60000000
 if ((bytes >= limit)); then
   echo "bench: ${pack} has ${bytes} bytes, and may have ${limit}: see which program grew with tar -tvf" >&2
   exit 1

@@ -18,7 +18,6 @@ _PREFIXES = {
     "@bazel_tools//tools/cpp/runfiles:runfiles": ("tools/cpp/runfiles/",),
     "@com_github_gabime_spdlog//:spdlog": ("spdlog/",),
     "@com_github_google_benchmark//:benchmark": ("benchmark/",),
-    "@com_github_google_benchmark//:benchmark_main": ("benchmark/",),
     "@com_github_jbeder_yaml_cpp//:yaml-cpp": ("yaml-cpp/",),
     "@com_github_nlohmann_json//:json": ("nlohmann/",),
     "@com_google_googletest//:gtest": ("gmock/", "gtest/"),

@@ -22,7 +22,7 @@ def _error_of(header: str, arguments: list[str]) -> str:
 def main() -> int:
     files = cpp_sources.read_files()
     commands = cpp_sources.read_compile_commands(files)
-    shown = {cpp_sources.first_include(text) for name, text in files.items() if name.endswith(".cc")}
+    shown = {cpp_sources.first_include(files[source]) for source in commands}
     left = [name for name in files if name.endswith(".h") and name not in shown]
     users = {header: source for source in commands for header in cpp_sources.included(source, files)}
 

@@ -4,7 +4,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-readonly folder="$(mktemp -d)"
+folder="$(mktemp -d)"
+readonly folder
 trap 'rm -rf "${folder}"' EXIT
 
 # Runs Bazel, and says what it said if it fails.

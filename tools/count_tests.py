@@ -12,7 +12,13 @@ def main() -> int:
     passed = failed = 0
     for folder in sys.argv[1:]:
         for path in sorted(pathlib.Path(folder).rglob("*.xml")):
-            for case in xml.etree.ElementTree.parse(path).iter("testcase"):
+            try:
+                cases = xml.etree.ElementTree.parse(path).iter("testcase")
+            except xml.etree.ElementTree.ParseError as error:
+                failed += 1
+                print(f"failed: {path} can't be read: {error}")
+                continue
+            for case in cases:
                 if case.get("status") == "notrun" or case.find("skipped") is not None:
                     continue
                 if case.find("failure") is None and case.find("error") is None:

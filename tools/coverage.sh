@@ -14,14 +14,16 @@ tools/setup.sh gcovr
 
 # Each program counts into the files next to its object files, where gcov looks for them; those that run at the same time add to
 # the same ones. g++ has left /proc/self/cwd/ in front of their names: three components that the prefix takes the place of.
-readonly execution_root="$(bazel info --noshow_progress execution_root 2>/dev/null)"
+execution_root="$(bazel info --noshow_progress execution_root)"
+readonly execution_root
 readonly counters="${execution_root}/bazel-out/k8-fastbuild-coverage"
 mkdir -p "${counters}"
 find "${counters}" -name '*.gcda' -delete
 bazel test --config=coverage --noshow_progress --nocache_test_results --sandbox_writable_path="${counters}" \
   --test_env=GCOV_PREFIX="${execution_root}" --test_env=GCOV_PREFIX_STRIP=3 -- "${targets[@]}"
 
-readonly report="$(mktemp --suffix=.json)"
+report="$(mktemp --suffix=.json)"
+readonly report
 trap 'rm -f "${report}"' EXIT
 # gcov finds the sources below the folder where they were compiled.
 pushd "${execution_root}" >/dev/null
@@ -35,7 +37,7 @@ done
 exit_status=0
 for folder in config distributed distributed/checkpoint lora; do
   summary="$(gcovr --add-tracefile="${report}" --filter="${folder}/" --fail-under-line="${minimum}" --print-summary \
-    --output=/dev/null 2>/dev/null)" || {
+    --output=/dev/null)" || {
     exit_status=1
     echo "coverage: ${folder}: less than ${minimum} % of the lines ran: the list above says which did not" >&2
   }

@@ -13,34 +13,39 @@ targets=("${targets[@]/#///tests/fuzz:}")
 
 tools/setup.sh clang libclang-rt-14-dev
 if ((${#targets[@]} == 0)); then
-  mapfile -t targets < <(bazel query --noshow_progress 'attr(tags, fuzz, //tests/fuzz/...)' 2>/dev/null)
-  ((${#targets[@]})) || { echo "fuzz: no target was found" >&2; exit 1; }
+  found="$(bazel query --noshow_progress 'attr(tags, fuzz, //tests/fuzz/...)')"
+  mapfile -t targets <<<"${found}"
 fi
 bazel build --config=fuzz "${targets[@]}"
 
-readonly folder="$(mktemp -d --tmpdir fuzz.XXXXXX)"
+folder="$(mktemp -d --tmpdir fuzz.XXXXXX)"
+readonly folder
 run() {
   local -r target="$1" name="${1##*:}"
   mkdir "${folder}/${name}"
   # The first folder takes what is new, the second is only read.
   bazel run --config=fuzz --noshow_progress "${target}" -- -max_total_time="${seconds}" -timeout=30 -print_final_stats=1 \
     -artifact_prefix="${folder}/${name}-" "${folder}/${name}" "${PWD}/tests/testdata/fuzz/${name}" \
-    >"${folder}/${name}.log" 2>&1 || touch "${folder}/${name}.failed"
+    >"${folder}/${name}.log" 2>&1 && touch "${folder}/${name}.passed"
   # What came out of it, in one piece whatever else is running; the rest is in the folder.
   printf '=== %s: %s s\n%s\n' "${name}" "${seconds}" \
     "$(grep -aE 'DONE|does not hold|ERROR:|SUMMARY:' "${folder}/${name}.log")"
 }
 
-readonly cores="$(nproc)"
+cores="$(nproc)"
 for target in "${targets[@]}"; do
-  (($(jobs -rp | wc -l) < cores)) || wait -n
+  (($(jobs -rp | wc -l) < cores)) || wait -n || true
   run "${target}" &
 done
 wait
 
-if compgen -G "${folder}/*.failed" >/dev/null; then
-  echo "fuzz: findings, beside the output of each target:" >&2
-  find "${folder}" -maxdepth 1 -type f ! -name '*.failed' >&2
+failed=()
+for target in "${targets[@]}"; do
+  [[ -e "${folder}/${target##*:}.passed" ]] || failed+=("${target}")
+done
+if ((${#failed[@]})); then
+  echo "fuzz: failed: ${failed[*]}: findings, beside the output of each target:" >&2
+  find "${folder}" -maxdepth 1 -type f ! -name '*.passed' >&2
   exit 1
 fi
 echo "fuzz: nothing found"

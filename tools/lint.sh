@@ -5,6 +5,7 @@
 # (tools/tidy.sh checks the others). With --fix it formats the files before.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tools/setup.sh
 
 fix=false
 [[ "${1:-}" == --fix ]] && fix=true
@@ -13,7 +14,16 @@ fix=false
 files() { find . \( -name .git -o -name 'bazel-*' -o -name node_modules \) -prune -o -type f "$@" -print | sort; }
 mapfile -t cc_files < <(files \( -name '*.h' -o -name '*.cc' \))
 mapfile -t bazel_files < <(files \( -name WORKSPACE -o -name BUILD.bazel -o -name '*.bzl' \))
-buildifier() { npm exec --yes --package=@bazel/buildifier@8.2.1 -- buildifier "$@"; }
+
+folder="$(mktemp -d --tmpdir lint.XXXXXX)"
+trap 'rm -rf "${folder}"' EXIT
+(
+  cd "${folder}"
+  npm pack --loglevel=error --prefer-offline @bazel/buildifier@8.2.1 >/dev/null
+  sha256sum --check --quiet <<<'b96ea9b13003036c801f52bee6f9b0314738f8432e5cb9d814c89f59292604ee  bazel-buildifier-8.2.1.tgz'
+  tar -xf bazel-buildifier-8.2.1.tgz package/buildifier-linux_amd64
+)
+buildifier() { "${folder}/package/buildifier-linux_amd64" "$@"; }
 
 if "${fix}"; then
   clang-format -i "${cc_files[@]}"
@@ -26,16 +36,17 @@ else
   }
 fi
 
-targets="$(bazel query --noshow_progress --output=xml //... 2>/dev/null)" || { echo "lint: bazel query fails" >&2; exit 1; }
+quiet_bazel() { bazel "$1" --noshow_progress --ui_event_filters=-info "${@:2}"; }
+
+targets="$(quiet_bazel query --output=xml //...)"
 python3 tools/check_deps.py <<<"${targets}"
 python3 tools/check_components.py <<<"${targets}"
 
 # config knows nothing of torch, distributed nothing of LoRA, no library of an example or a test, and a build for CPU nothing
 # of CUDA. `bazel query` would fetch CUDA's libraries to answer.
-bazel cquery --noshow_progress //... >/dev/null 2>&1 || { echo "lint: bazel cquery fails" >&2; exit 1; }
 forbid() {
   local found
-  found="$(bazel cquery --noshow_progress "$1" 2>/dev/null)"
+  found="$(quiet_bazel cquery "$1")"
   if [[ -n "${found}" ]]; then
     echo "lint: $2: ${found//$'\n'/, }" >&2
     exit 1
@@ -55,15 +66,14 @@ forbid_libtorch '//config/...'
 forbid_libtorch "${torch_free}"
 forbid 'filter("^@libtorch_cuda//", deps(//...))' 'a build for CPU must not fetch'
 
-bazel build --noshow_progress --ui_event_filters=-info //docs:api_reference || {
+quiet_bazel build //docs:api_reference || {
   echo "lint: what the lines above name needs a comment in its header" >&2
   exit 1
 }
 
 # Or else no other machine could run an action, or use its result. A target that is for CUDA alone has an action that fails.
-output_base="$(bazel info --noshow_progress output_base 2>/dev/null)"
-actions="$(bazel aquery --noshow_progress --include_artifacts=false //... 2>/dev/null |
-  grep -v "^action 'Reporting failed target")"
+output_base="$(quiet_bazel info output_base)"
+actions="$(quiet_bazel aquery --include_artifacts=false //... | grep -v "^action 'Reporting failed target")"
 if grep -F -m 3 -e "${PWD}" -e "${output_base}" <<<"${actions}" >&2; then
   echo "lint: actions name folders of this machine" >&2
   exit 1

@@ -12,15 +12,16 @@ shift
 headers=("$@")
 ((${#headers[@]})) || mapfile -t headers < <(find config distributed lora -name '*.h' ! -path '*/internal/*' | sort)
 
-readonly folder="$(mktemp -d --tmpdir rebuild_times.XXXXXX)"
+folder="$(mktemp -d --tmpdir rebuild_times.XXXXXX)"
+readonly folder
 in_copy() { bazel --output_base="${folder}/output" "$@"; }
 cleanup() {
   in_copy shutdown
   chmod -R u+w "${folder}"
   rm -rf "${folder}"
 }
-mkdir "${folder}/workspace"
-tar -c --exclude-vcs --exclude='bazel-*' --exclude=./node_modules . | tar -x -C "${folder}/workspace"
+tools/copy_tree.sh "${folder}/workspace"
+[[ ! -e user.bazelrc ]] || cp user.bazelrc "${folder}/workspace"
 cd "${folder}/workspace"
 trap cleanup EXIT
 tools/setup.sh

@@ -13,7 +13,8 @@ tools/setup.sh bazel-bootstrap-source patch
 
 readonly server_jar=/usr/share/bazel/A-server.jar
 readonly source=/usr/src/bazel-bootstrap/src/tools/remote/src/main/java/com/google/devtools/build/remote/worker
-readonly folder="$(mktemp -d --tmpdir remote_worker.XXXXXX)"
+folder="$(mktemp -d --tmpdir remote_worker.XXXXXX)"
+readonly folder
 worker=
 cleanup() {
   [[ -z "${worker}" ]] || { kill "${worker}" && wait "${worker}"; } 2>/dev/null || true

@@ -83,7 +83,7 @@ def is_counter(name: str, value: Any) -> bool:
     return name not in _NO_COUNTERS and isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def run(benchmark: Benchmark, binaries: pathlib.Path, data: pathlib.Path, device: str, flags: list[str]) -> dict[str, Any]:
+def run(benchmark: Benchmark, binaries: pathlib.Path, device: str, flags: list[str]) -> dict[str, Any]:
     """What a benchmark measured: {label, state, reason, context, cases}; state is measured, skipped or failed."""
     result = {"label": benchmark.label, "state": "failed", "reason": "", "context": {}, "cases": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +91,7 @@ def run(benchmark: Benchmark, binaries: pathlib.Path, data: pathlib.Path, device
         command = [binaries.absolute() / benchmark.path, f"--device={device}", *flags]
         command += [f"--benchmark_out={output}", "--benchmark_out_format=json"]
         try:
-            process = subprocess.run(command, cwd=data, stderr=subprocess.PIPE, errors="replace")
+            process = subprocess.run(command, stderr=subprocess.PIPE, errors="replace")
         except OSError as error:
             return {**result, "reason": f"does not start: {error}"}
         print(process.stderr, end="", file=sys.stderr, flush=True)
@@ -103,12 +103,12 @@ def run(benchmark: Benchmark, binaries: pathlib.Path, data: pathlib.Path, device
     last_line = (process.stderr.strip().splitlines() or ["it said nothing"])[-1]
     measured_device = result["context"].get("device", "host")
     errors = [f"{case['name']}: {case['error_message']}" for case in result["cases"] if case.get("error_occurred")]
-    if process.returncode < 0:
+    if errors:
+        result["reason"] = "; ".join(errors)
+    elif process.returncode < 0:
         result["reason"] = f"ended by signal {-process.returncode}: {last_line}"
     elif process.returncode > 0:
         result["reason"] = f"exit status {process.returncode}: {last_line}"
-    elif errors:
-        result["reason"] = "; ".join(errors)
     elif not result["cases"]:
         result["reason"] = f"measured nothing: {last_line}"
         if device == "cuda" and last_line.endswith(_NO_GPU):
@@ -188,11 +188,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=pathlib.Path, default="bench_results", metavar="FOLDER")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG_OF_GOOGLE_BENCHMARK")
-    # From the scripts that call this: what bazel query says of the smoke tests, where tests/lora/dora_benchmark is, where
-    # tests/testdata is, and what was built.
+    # From the scripts that call this: what bazel query says of the smoke tests, where tests/lora/dora_benchmark is, and what
+    # was built.
     parser.add_argument("--targets", type=pathlib.Path, required=True, help=argparse.SUPPRESS)
     parser.add_argument("--binaries", type=pathlib.Path, help=argparse.SUPPRESS)
-    parser.add_argument("--data", type=pathlib.Path, default=".", help=argparse.SUPPRESS)
     parser.add_argument("--commit", default="unknown", help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true", help="only prints the labels")
     options = parser.parse_args(arguments)
@@ -219,7 +218,7 @@ def main(arguments: list[str]) -> int:
     for benchmark in benchmarks:
         print(f"=== {benchmark.label}", flush=True)
         flags = [*(benchmark.quick_flags if options.quick else []), *options.flags]
-        report["benchmarks"].append(run(benchmark, options.binaries, options.data, options.device, flags))
+        report["benchmarks"].append(run(benchmark, options.binaries, options.device, flags))
         write_report(options.output, report)
 
     failed = False

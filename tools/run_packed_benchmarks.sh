@@ -3,9 +3,10 @@
 # PyTorch that python3 has installed. Arguments are those of tools/bench.sh; --device=cuda unless given.
 set -euo pipefail
 
-readonly folder="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+folder="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+readonly folder
 run_benchmarks() {
-  python3 "${folder}/run_benchmarks.py" --targets="${folder}/benchmarks.xml" --binaries="${folder}/bin" --data="${folder}" \
+  python3 "${folder}/run_benchmarks.py" --targets="${folder}/benchmarks.xml" --binaries="${folder}/bin" \
     --commit="$(<"${folder}/commit")" --device=cuda "$@"
 }
 run_benchmarks --list "$@" >/dev/null # Arguments that are wrong are so before the tests.

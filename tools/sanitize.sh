@@ -6,7 +6,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly targets=("${@:-//...}")
-readonly log="$(mktemp)"
+log="$(mktemp)"
+readonly log
 trap 'rm -f "${log}"' EXIT
 
 tools/setup.sh

@@ -4,7 +4,8 @@
 # are further packages.
 set -euo pipefail
 
-readonly root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+readonly root
 readonly packages=(
   # Toolchain
   bazel-bootstrap bazel-rules-java bazel-rules-proto g++ git pkg-config python3 python3-pip python3-venv
@@ -18,7 +19,7 @@ readonly packages=(
 
 missing=()
 for package in "${packages[@]}" "$@"; do
-  if ! dpkg-query -W -f='${Status}' "${package}" 2>/dev/null | grep -q '^install ok installed$'; then
+  if ! dpkg-query -W -f='${db:Status-Status}\n' "${package}" 2>/dev/null | grep -qx installed; then
     missing+=("${package}")
   fi
 done
@@ -42,8 +43,7 @@ common --override_repository=platforms=/usr/share/bazel/platforms
 common --override_repository=rules_java=/usr/share/bazel/rules/java
 common --override_repository=rules_proto=/usr/share/bazel/rules/proto
 common --override_repository=rules_cc=${root}/third_party/debian_bazel/rules_cc
-common --override_repository=remote_coverage_tools=${root}/third_party/debian_bazel/remote_coverage_tools
-build --nosandbox_debug"
+common --override_repository=remote_coverage_tools=${root}/third_party/debian_bazel/remote_coverage_tools"
   if [[ "$(cat "${rc}" 2>/dev/null)" != "${wanted}" ]]; then
     printf '%s\n' "${wanted}" >"${rc}"
     echo "setup: wrote ${rc#"${root}/"}"

@@ -12,8 +12,10 @@ readonly options=(
   --config=remote --remote_executor="${REMOTE_EXECUTOR}" --platform_suffix=-remote
   --experimental_convenience_symlinks=ignore --noshow_progress
 )
-readonly outputs="$(bazel info --noshow_progress output_path 2>/dev/null)/k8-fastbuild-remote"
-readonly log="$(mktemp)"
+outputs="$(bazel info --noshow_progress output_path)"
+readonly outputs+=/k8-fastbuild-remote
+log="$(mktemp)"
+readonly log
 trap 'rm -f "${log}"; rm -rf "${outputs}"' EXIT
 
 # Prints how many processes of the last run ran as `$1` says: remote, remote cache hit.
@@ -32,7 +34,7 @@ test_remotely() {
 test_remotely
 readonly executed="$(processes remote)"
 # A test is compiled, linked and run at least.
-readonly tests="$(bazel query --noshow_progress "tests(set(${targets[*]}))" 2>/dev/null | wc -l)"
+tests="$(bazel query --noshow_progress "tests(set(${targets[*]}))" | wc -l)"
 if ((tests == 0 || executed < 3 * tests)); then
   echo "remote: ${executed} actions ran remotely, which is too few for ${tests} tests" >&2
   exit 1

@@ -10,11 +10,16 @@ import cpp_sources
 
 
 def _differing(revision: str, files: dict[str, str]) -> list[str]:
-    command = ["git", "diff", "--name-only", "--relative", revision]
-    result = subprocess.run([*command, "--"], stdout=subprocess.PIPE, text=True, check=False)
-    if result.returncode:
-        sys.exit(f"tidy: git can't compare with {revision}: give a revision that it knows")
-    return [name for name in result.stdout.splitlines() if name in files]
+    differing = []
+    for command in (
+        ["git", "diff", "--name-only", "--relative", revision, "--"],
+        ["git", "ls-files", "--others", "--exclude-standard"],
+    ):
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if result.returncode:
+            sys.exit(f"tidy: git can't compare with {revision}: give a revision that it knows")
+        differing += [name for name in result.stdout.splitlines() if name in files]
+    return differing
 
 
 def _source_with(file: str, files: dict[str, str], commands: dict[str, list[str]]) -> str | None:

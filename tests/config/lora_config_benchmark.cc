@@ -7,8 +7,6 @@
 //
 //   yaml_cpp     the median seconds of yaml-cpp alone
 //   vs_yaml_cpp  the median time over that: less is better
-#include <fstream>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -26,13 +24,10 @@ namespace {
 using testutil::SecondsOnHost;
 using testutil::TakeTurns;
 
-// An everyday file of four roles. Bazel starts programs where its files are.
-std::string TypicalFile() {
-  std::ifstream file("tests/testdata/wan_distillation.yaml");
-  std::stringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
+// An everyday file of four roles.
+constexpr char kTypicalFile[] =
+#include "tests/config/wan_distillation.inc"
+    ;
 
 // 1000 roles have about 220 kB.
 std::string FileOfRoles(int roles) {
@@ -86,11 +81,11 @@ void Parse(benchmark::State& state, const std::string& text,
   state.counters["vs_yaml_cpp"] = parse / yaml_cpp;
 }
 
-void BM_TypicalFile(benchmark::State& state) { Parse(state, TypicalFile()); }
+void BM_TypicalFile(benchmark::State& state) { Parse(state, kTypicalFile); }
 BENCHMARK(BM_TypicalFile)->UseManualTime()->Unit(benchmark::kMicrosecond);
 
 void BM_TypicalFileWithOverrides(benchmark::State& state) {
-  Parse(state, TypicalFile(),
+  Parse(state, kTypicalFile,
         {"models.student.lora.rank=16", "models.critic.lora.rank=8",
          "training.optimizer.learning_rate=1e-5"});
 }
@@ -125,12 +120,12 @@ BENCHMARK(BM_RankPatterns)
 
 void BM_ToYaml(benchmark::State& state) {
   const absl::StatusOr<TrainerConfig> config =
-      TrainerConfig::Parse(TypicalFile(), "train.yaml");
+      TrainerConfig::Parse(kTypicalFile, "train.yaml");
   if (!config.ok()) {
     state.SkipWithError(config.status().ToString().c_str());
     return;
   }
-  const YAML::Node node = YAML::Load(TypicalFile());
+  const YAML::Node node = YAML::Load(kTypicalFile);
   const auto [write, yaml_cpp] = TakeTurns(
       state,
       [&] {

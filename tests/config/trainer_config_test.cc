@@ -4,7 +4,6 @@
 
 #include <array>
 #include <cstdint>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <optional>
@@ -22,6 +21,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testutil/log_capture.h"
+#include "tests/testutil/runfiles.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace trainer_lora::config {
@@ -37,8 +37,8 @@ using testutil::LogCapture;
 using testutil::StatusIs;
 
 std::string Testdata(const std::string& name) {
-  return absl::StrCat(std::getenv("TEST_SRCDIR"), "/",
-                      std::getenv("TEST_WORKSPACE"), "/tests/testdata/", name);
+  return testutil::RunfilePath(
+      absl::StrCat("trainer_lora/tests/testdata/", name));
 }
 
 // A path of this test case's own, with nothing there.

@@ -4,6 +4,7 @@
 # is a file for the results as JUnit XML.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+tools/setup.sh
 
 # A block after `<!-- consumer FILE -->` stands in tests/consumer/FILE as it is.
 readonly files=(.bazelrc BUILD.bazel WORKSPACE)
@@ -16,7 +17,8 @@ for file in "${files[@]}"; do
   fi
 done
 
-readonly folder="$(mktemp -d --tmpdir consumer.XXXXXX)"
+folder="$(mktemp -d --tmpdir consumer.XXXXXX)"
+readonly folder
 readonly monorepo="${folder}/monorepo"
 # A consumer has its own rc file. This one is of the machine: where Debian's Bazel has its rules, and a disk cache.
 cat debian.bazelrc user.bazelrc >"${folder}/machine.bazelrc" 2>/dev/null || true
@@ -30,14 +32,13 @@ cleanup() {
 }
 trap cleanup EXIT
 
-# The tree as it would be vendored: neither git nor files of this machine.
 readonly vendored="${monorepo}/third_party/trainer_lora"
-mkdir -p "${vendored}"
-tar -c --exclude-vcs --exclude='bazel-*' --exclude=./debian.bazelrc --exclude=./user.bazelrc --exclude=./node_modules . | tar -x -C "${vendored}"
+tools/copy_tree.sh "${vendored}"
 cp -r "${vendored}/tests/consumer/." "${monorepo}"
 sed -i 's|path = "\.\./\.\."|path = "third_party/trainer_lora"|' "${monorepo}/WORKSPACE"
 
-consumer_bazel test //:all
+# With two tests of ours, which find their files there, and its GoogleTest.
+consumer_bazel test //:all @trainer_lora//tests/config:trainer_config_test @trainer_lora//tests/tools:run_benchmarks_test
 # Every library of ours loads from there too, not only those in use.
 consumer_bazel build --nobuild @trainer_lora//:all @trainer_lora//config/... @trainer_lora//distributed/... \
   @trainer_lora//lora/...

@@ -78,6 +78,7 @@
 #include "tests/testutil/benchmark_flags.h"
 #include "tests/testutil/follower_processes.h"
 #include "tests/testutil/median.h"
+#include "tests/testutil/run_benchmarks.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/reducer.hpp"
 #include "torch/nn/modules/container/modulelist.h"
@@ -633,15 +634,12 @@ class Leader {
     return measured_.emplace(key, MeasureIn(world_size, size)).first->second;
   }
 
-  bool failed() const { return failed_; }
-
  private:
   absl::StatusOr<Measurements> MeasureIn(int world_size, const Case& size) {
     absl::StatusOr<Measurements> measurements = [&] {
       return TryMeasureIn(world_size, size);
     }();
     if (!measurements.ok()) {
-      failed_ = true;
       // Its ranks may wait for each other: they end as rank 0 leaves.
       mesh_ = nullptr;
       world_ = nullptr;
@@ -675,7 +673,6 @@ class Leader {
   std::shared_ptr<const DeviceMesh> mesh_;
   std::map<std::tuple<int, int64_t, int64_t>, absl::StatusOr<Measurements>>
       measured_;
-  bool failed_ = false;
 };
 
 // --- Google Benchmark --------------------------------------------------------
@@ -767,9 +764,7 @@ int Main(int argc, char** argv) {
       for (const Case& size : kCases) Register(leader, world_size, size);
     }
   }
-  benchmark::RunSpecifiedBenchmarks();
-  benchmark::Shutdown();
-  return leader.failed() ? 1 : 0;
+  return testutil::RunBenchmarks();
 }
 
 }  // namespace

@@ -4,9 +4,11 @@
 # The optional argument is a file for the results as JUnit XML.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+tools/setup.sh
 source tests/parity/environment.sh
 
-readonly work="$(mktemp -d)"
+work="$(mktemp -d)"
+readonly work
 trap 'rm -rf "${work}"' EXIT
 
 bazel build //examples/sentence_encoder:train //tests/parity:embed //tests/parity:save_variants

@@ -3,15 +3,17 @@
 # noisy, and the ratios are what counts.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+tools/setup.sh
 source tests/parity/environment.sh
 
-readonly work="$(mktemp -d)"
+work="$(mktemp -d)"
+readonly work
 trap 'rm -rf "${work}"' EXIT
 
 # compare <benchmark> <filter> <script>: has the script compare Python with the benchmark's results.
 compare() {
   bazel-bin/tests/"$1" --benchmark_filter="$2" --benchmark_repetitions=5 --benchmark_format=json \
-    >"${work}/result.json" 2>/dev/null
+    >"${work}/result.json"
   "${python}" "tests/parity/$3" "${work}/result.json"
 }
 

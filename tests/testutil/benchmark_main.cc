@@ -1,12 +1,8 @@
 // The main() of a benchmark that measures on BenchmarkDevice().
-#include <cstdlib>
-
-#include "benchmark/benchmark.h"
 #include "tests/testutil/benchmark_device.h"
+#include "tests/testutil/run_benchmarks.h"
 
 int main(int argc, char** argv) {
   trainer_lora::testutil::InitializeBenchmark(argc, argv);
-  benchmark::RunSpecifiedBenchmarks();
-  benchmark::Shutdown();
-  return EXIT_SUCCESS;
+  return trainer_lora::testutil::RunBenchmarks();
 }

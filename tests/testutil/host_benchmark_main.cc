@@ -5,6 +5,7 @@
 
 #include "benchmark/benchmark.h"
 #include "tests/testutil/benchmark_flags.h"
+#include "tests/testutil/run_benchmarks.h"
 
 int main(int argc, char** argv) {
   if (trainer_lora::testutil::TakeDeviceFlag(argc, argv) == "cuda") {
@@ -17,7 +18,5 @@ int main(int argc, char** argv) {
   benchmark::AddCustomContext("device", "host");
   benchmark::AddCustomContext("compiler",
                               trainer_lora::testutil::CompilerVersion());
-  benchmark::RunSpecifiedBenchmarks();
-  benchmark::Shutdown();
-  return EXIT_SUCCESS;
+  return trainer_lora::testutil::RunBenchmarks();
 }

@@ -24,14 +24,14 @@ class RunBenchmarksTest(unittest.TestCase):
         self.rules = []
 
     def add(self, name, cases=(), context=None, stderr="", status=0, quick_flags=()):
-        """Adds the benchmark //tests:name; without cases it writes no output. It keeps its flags in a file."""
+        """Adds the benchmark //tests:name; without cases it writes no output. It keeps its flags in a file beside it."""
         output = json.dumps({"context": context or _CONTEXT, "benchmarks": cases}) if cases else ""
         binary = self.folder / "bin" / "tests" / name
         binary.parent.mkdir(parents=True, exist_ok=True)
         binary.write_text(
             "#!/usr/bin/env python3\n"
             "import pathlib, sys\n"
-            f"pathlib.Path('{name}.flags').write_text(' '.join(sys.argv[1:]))\n"
+            "pathlib.Path(sys.argv[0] + '.flags').write_text(' '.join(sys.argv[1:]))\n"
             "output = next(flag.split('=')[1] for flag in sys.argv if flag.startswith('--benchmark_out='))\n"
             f"pathlib.Path(output).write_text({output!r})\n"
             f"sys.stderr.write({stderr!r})\n"
@@ -55,7 +55,6 @@ class RunBenchmarksTest(unittest.TestCase):
                 [
                     f"--targets={targets}",
                     f"--binaries={self.folder / 'bin'}",
-                    f"--data={self.folder}",
                     f"--output={output}",
                     "--commit=abc",
                     *arguments,
@@ -65,7 +64,7 @@ class RunBenchmarksTest(unittest.TestCase):
         return status, stderr.getvalue(), (output / "benchmarks.md").read_text(), report
 
     def flags_of(self, name):
-        flags = (self.folder / f"{name}.flags").read_text().split()
+        flags = (self.folder / "bin" / "tests" / f"{name}.flags").read_text().split()
         return [flag for flag in flags if not flag.startswith("--benchmark_out")]
 
     def test_writes_a_table_of_each_benchmark(self):
@@ -117,17 +116,17 @@ class RunBenchmarksTest(unittest.TestCase):
         self.assertIn("| BM_B | 1 ms |", markdown)
 
     def test_fails_for_a_case_with_an_error(self):
-        self.add("a_benchmark", [case("BM_A", 0.0, error_occurred=True, error_message="no file"), case("BM_B", 1.0)])
+        self.add("a_benchmark", [case("BM_A", 0.0, error_occurred=True, error_message="no file"), case("BM_B", 1.0)], status=1)
         status, stderr, markdown, _ = self.run_all()
         self.assertEqual(status, 1)
         self.assertIn("bench: //tests:a_benchmark failed: BM_A: no file\n", stderr)
         self.assertIn("| BM_A | error |\n| BM_B | 1 ms |\n", markdown)
 
     def test_fails_for_a_benchmark_that_measures_nothing(self):
-        self.add("a_benchmark", stderr="Failed to match any benchmarks against regex: x\n")
+        self.add("a_benchmark", stderr="Failed to match any benchmarks against regex: x\n", status=1)
         status, stderr, _, _ = self.run_all()
         self.assertEqual(status, 1)
-        self.assertIn("a_benchmark failed: measured nothing: Failed to match any benchmarks against regex: x\n", stderr)
+        self.assertIn("a_benchmark failed: exit status 1: Failed to match any benchmarks against regex: x\n", stderr)
 
     def test_skips_what_lacks_a_gpu(self):
         self.add("a_benchmark", stderr="--device=cuda: nothing is measured, as this machine has no GPU\n")

@@ -9,6 +9,7 @@ def repository():
         name = "com_github_google_benchmark",
         build_file = Label("//third_party/com_github_google_benchmark:benchmark.BUILD"),
         headers = ["benchmark"],
-        libraries = ["libbenchmark_main.a"],
+        # Debian has it only as a shared library, which programs ask for by this name.
+        libraries = ["libbenchmark.so.1debian"],
         package = "libbenchmark-dev",
     )

@@ -14,7 +14,6 @@ _LABELS = [
     "absl/strings:str_format",
     "absl/strings:strings",
     "absl/time:time",
-    "absl/types:optional",
     "absl/types:span",
 ]
 

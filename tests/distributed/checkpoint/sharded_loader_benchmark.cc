@@ -48,6 +48,7 @@
 #include "distributed/tensor_slice.h"
 #include "tests/testutil/benchmark_device.h"
 #include "tests/testutil/benchmark_flags.h"
+#include "tests/testutil/run_benchmarks.h"
 #include "tests/testutil/state_module.h"
 #include "tests/testutil/take_turns.h"
 #include "torch/nn/module.h"
@@ -248,6 +249,7 @@ int Main(int argc, char** argv) {
   if (mkdtemp(folder.data()) == nullptr) {
     Check(absl::UnavailableError(absl::StrCat("no folder at ", folder)));
   }
+  int exit_status = EXIT_FAILURE;
   {
     const Checkpoint f32(folder, TensorDtype::kF32, bytes);
     const Checkpoint bf16(folder, TensorDtype::kBF16, bytes);
@@ -267,11 +269,10 @@ int Main(int argc, char** argv) {
             ->Unit(benchmark::kMillisecond);
       }
     }
-    benchmark::RunSpecifiedBenchmarks();
-    benchmark::Shutdown();
+    exit_status = testutil::RunBenchmarks();
   }
   std::filesystem::remove_all(folder);
-  return EXIT_SUCCESS;
+  return exit_status;
 }
 
 }  // namespace
