@@ -22,6 +22,7 @@
 #include "distributed/meta_device.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "lora/conv.h"
 #include "lora/linear.h"
 #include "tests/testutil/log_capture.h"
 #include "tests/testutil/status_matchers.h"
@@ -522,6 +523,18 @@ TEST(EnableLoraTrainingTest, WarnsOfARankLargerThanTheLayer) {
   EXPECT_THAT(logs.Messages(LogLevel::kWarning),
               ElementsAre(AllOf(HasSubstr("blocks.0.attn.to_q"),
                                 HasSubstr("rank 9 is larger than 8"))));
+}
+
+// Each group has its part of the rank, here 1 for one feature.
+TEST(EnableLoraTrainingTest, ADepthwiseConvolutionCanUseAsManyRanksAsGroups) {
+  torch::nn::Module model;
+  model.register_module("conv",
+                        Conv2d(torch::nn::Conv2dOptions(8, 8, 1).groups(8)));
+  LogCapture logs;
+  config::LoraConfig config = Config({"conv"});
+  config.rank = 8;
+  ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
+  EXPECT_THAT(logs.Messages(LogLevel::kWarning), IsEmpty());
 }
 
 TEST(EnableLoraTrainingTest, ErrorsLeaveTheModelAsItWas) {
