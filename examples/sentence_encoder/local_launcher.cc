@@ -5,10 +5,16 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <ctime>
 #include <iostream>
+#include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -19,26 +25,47 @@
 namespace trainer_lora::examples {
 namespace {
 
-constexpr unsigned kGraceSeconds = 10;
-constexpr int kMaxRanks = 64;
+using Clock = std::chrono::steady_clock;
 
-// The running ranks, for the signal handlers; 0 where there is none.
-volatile pid_t ranks[kMaxRanks];
+constexpr std::chrono::seconds kGrace(10);
 
-void SignalRanks(int signal) {
-  for (int i = 0; i < kMaxRanks; ++i) {
-    if (ranks[i] != 0) kill(ranks[i], signal);
+// Signals that wait to be taken by sigtimedwait(), so that nothing runs in a
+// handler; as before once it is gone.
+class BlockedSignals {
+ public:
+  BlockedSignals() {
+    sigemptyset(&signals_);
+    for (const int number : {SIGINT, SIGTERM, SIGCHLD}) {
+      sigaddset(&signals_, number);
+    }
+    pthread_sigmask(SIG_BLOCK, &signals_, &before_);
+    // Where it is ignored, nobody can wait for a process.
+    signal(SIGCHLD, SIG_DFL);
   }
-}
+  ~BlockedSignals() { Unblock(); }
+  BlockedSignals(const BlockedSignals&) = delete;
+  BlockedSignals& operator=(const BlockedSignals&) = delete;
 
-void PassOn(int signal) { SignalRanks(signal); }
-void KillRanks(int) { SignalRanks(SIGKILL); }
+  // Waits for one of them; -1 once it is `deadline`, if there is one.
+  int Wait(const std::optional<Clock::time_point>& deadline) const {
+    if (!deadline.has_value()) return sigwaitinfo(&signals_, nullptr);
+    const auto left = std::max(Clock::duration(0), *deadline - Clock::now());
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
+    const timespec timeout = {seconds.count(),
+                              std::chrono::nanoseconds(left - seconds).count()};
+    return sigtimedwait(&signals_, nullptr, &timeout);
+  }
 
-void Handle(int signal, void (*handler)(int)) {
-  struct sigaction action = {};
-  action.sa_handler = handler;
-  action.sa_flags = SA_RESTART;
-  sigaction(signal, &action, nullptr);
+  // Safe between fork and exec.
+  void Unblock() const { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t signals_;
+  sigset_t before_;
+};
+
+void SignalRanks(const std::set<pid_t>& ranks, int signal) {
+  for (const pid_t rank : ranks) kill(rank, signal);
 }
 
 std::vector<std::string> RankEnvironment(int rank, int num_ranks, int port) {
@@ -58,7 +85,8 @@ std::vector<std::string> RankEnvironment(int rank, int num_ranks, int port) {
 }
 
 // Forks and becomes rank `rank` in the child. 0 if that failed.
-pid_t StartRank(int rank, int num_ranks, int port, char** argv) {
+pid_t StartRank(int rank, int num_ranks, int port, char** argv,
+                const BlockedSignals& signals) {
   std::vector<std::string> environment = RankEnvironment(rank, num_ranks, port);
   std::vector<char*> pointers;
   for (std::string& variable : environment) pointers.push_back(variable.data());
@@ -69,6 +97,7 @@ pid_t StartRank(int rank, int num_ranks, int port, char** argv) {
   if (child != 0) return child < 0 ? 0 : child;
   // Only calls that are safe between fork and exec. A group of its own keeps
   // the terminal's Ctrl-C away, which the parent passes on.
+  signals.Unblock();
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGTERM);
   if (getppid() == parent) execve("/proc/self/exe", argv, pointers.data());
@@ -79,38 +108,33 @@ int ExitCode(int status) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// Waits for every rank; 0, or the code of the first that failed.
-int WaitForRanks(int num_ranks) {
+// Waits for every rank, and passes SIGINT and SIGTERM on to them; 0, or the
+// code of the first that failed.
+int WaitForRanks(std::set<pid_t> ranks, const BlockedSignals& signals) {
   int exit_code = 0;
-  for (int running = num_ranks; running > 0;) {
+  std::optional<Clock::time_point> deadline;  // From the first failure on.
+  while (!ranks.empty()) {
+    const int signal = signals.Wait(deadline);
+    if (signal == SIGINT || signal == SIGTERM) SignalRanks(ranks, signal);
+    if (signal < 0 && errno == EAGAIN) SignalRanks(ranks, SIGKILL);
     int status = 0;
-    const pid_t ended = waitpid(-1, &status, 0);
-    if (ended < 0) {
-      if (errno == EINTR) continue;
-      break;
-    }
-    for (int i = 0; i < num_ranks; ++i) {
-      if (ranks[i] != ended) continue;
-      ranks[i] = 0;
-      --running;
+    for (pid_t ended; (ended = waitpid(-1, &status, WNOHANG)) > 0;) {
+      ranks.erase(ended);
       if (exit_code == 0 && ExitCode(status) != 0) {
         exit_code = ExitCode(status);
-        SignalRanks(SIGTERM);
-        alarm(kGraceSeconds);
+        deadline = Clock::now() + kGrace;
+        SignalRanks(ranks, SIGTERM);
       }
     }
   }
-  alarm(0);
   return exit_code;
 }
 
 }  // namespace
 
 int RunLocalRanks(int num_ranks, char** argv) {
-  if (num_ranks > kMaxRanks) {
-    std::cerr << "at most " << kMaxRanks << " local ranks are possible\n";
-    return 1;
-  }
+  // Before a thread starts, which would take them.
+  const BlockedSignals signals;
   c10::intrusive_ptr<c10d::TCPStore> store;
   try {
     c10d::TCPStoreOptions options;
@@ -123,21 +147,20 @@ int RunLocalRanks(int num_ranks, char** argv) {
               << error.what_without_backtrace() << "\n";
     return 1;
   }
-  Handle(SIGINT, PassOn);
-  Handle(SIGTERM, PassOn);
-  Handle(SIGALRM, KillRanks);
+  std::set<pid_t> ranks;
   for (int rank = 0; rank < num_ranks; ++rank) {
-    const pid_t child = StartRank(rank, num_ranks, store->getPort(), argv);
+    const pid_t child =
+        StartRank(rank, num_ranks, store->getPort(), argv, signals);
     if (child == 0) {
       std::cerr << "cannot start rank " << rank << ": " << std::strerror(errno)
                 << "\n";
-      SignalRanks(SIGKILL);
-      WaitForRanks(rank);
+      SignalRanks(ranks, SIGKILL);
+      WaitForRanks(std::move(ranks), signals);
       return 1;
     }
-    ranks[rank] = child;
+    ranks.insert(child);
   }
-  return WaitForRanks(num_ranks);
+  return WaitForRanks(std::move(ranks), signals);
 }
 
 }  // namespace trainer_lora::examples
