@@ -50,7 +50,9 @@ void Run(const std::string& name, const at::Tensor& input,
 at::Tensor AllReduce(const at::Tensor& input, const DeviceMesh& mesh,
                      int64_t mesh_dim) {
   at::Tensor sum = input.clone(at::MemoryFormat::Contiguous);
-  std::vector<at::Tensor> tensors = {sum};
+  // The group's thread lets go of its handle when it likes: that must not be
+  // the tensor that gets the graph.
+  std::vector<at::Tensor> tensors = {sum.detach()};
   Run("all-reduce", sum, mesh, mesh_dim,
       [&] { return mesh.group(mesh_dim)->allreduce(tensors); });
   return sum;
