@@ -267,7 +267,7 @@ void AddBadCharacter(absl::string_view text, YamlErrors* errors) {
   while (!text.empty()) {
     const size_t size = Utf8CharacterSize(text);
     if (size == 0) {
-      errors->Add(mark, "the file is not UTF-8");
+      errors->Add(mark, "not UTF-8");
       return;
     }
     const unsigned char c = text[0];
@@ -350,9 +350,8 @@ absl::Status CheckOneDocument(const std::string& text,
   DocumentStarts starts;
   if (parser.HandleNextDocument(starts)) parser.HandleNextDocument(starts);
   if (starts.marks().size() <= 1) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      errors.Locate(starts.marks()[1],
-                    "a second document starts here; the file must hold one"));
+  return absl::InvalidArgumentError(errors.Locate(
+      starts.marks()[1], "a second document starts here; there must be one"));
 }
 
 // The one document in `text`. yaml-cpp's exceptions end here, as errors.
