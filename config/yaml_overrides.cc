@@ -110,7 +110,10 @@ class Override {
   }
 
   static YAML::Node EmptyLike(const YAML::Node& mapping) {
-    YAML::Node empty = NodeAt(mapping.Mark().line, mapping.Mark().column, "{}");
+    const YAML::Mark mark = mapping.Mark();
+    // A mapping that was made in code has no position.
+    YAML::Node empty = mark.is_null() ? YAML::Node(YAML::NodeType::Map)
+                                      : NodeAt(mark.line, mark.column, "{}");
     empty.SetTag(mapping.Tag());
     return empty;
   }

@@ -17,6 +17,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "config/logging.h"
+#include "config/yaml_overrides.h"
 #include "config/yaml_reader.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -440,6 +441,23 @@ TEST(TrainerConfigOverrideTest, ReportsEachProblemOfAValueOnALineOfItsOwn) {
           "twice\n"
           "override \"x={a: 1, a: 2, b: 1, b: 2}\": the key \"b\" is given "
           "twice"));
+}
+
+TEST(ApplyOverridesTest, TakesAMappingThatWasMadeInCode) {
+  YAML::Node root;
+  root["a"]["b"] = 1;
+  root["a"]["c"] = 2;
+  YamlErrors errors("made.yaml");
+  const YAML::Node result =
+      ApplyOverrides(root, {"a.b=3", "a.d=4", "a.c=[", "e.f=5"},
+                     /*file_lines=*/0, /*closed_mapping=*/"", &errors);
+  EXPECT_EQ(result["a"]["b"].as<int>(), 3);
+  EXPECT_EQ(result["a"]["c"].as<int>(), 2);
+  EXPECT_EQ(result["a"]["d"].as<int>(), 4);
+  EXPECT_EQ(result["e"]["f"].as<int>(), 5);
+  EXPECT_EQ(errors.size(), 1);
+  // As before, the mapping has no position.
+  EXPECT_EQ(errors.Locate(result["a"].Mark(), "wrong"), "made.yaml: wrong");
 }
 
 // What the trainer reads on its own names overrides too.
