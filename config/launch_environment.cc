@@ -164,9 +164,9 @@ class LaunchReader {
     LORA_RETURN_IF_ERROR(ReadPlace(*variables));
     LORA_ASSIGN_OR_RETURN(launch_.master_addr, MasterAddress());
     LORA_ASSIGN_OR_RETURN(launch_.master_port, MasterPort());
-    launch_.agent_hosts_store =
-        launch_.launcher == Launcher::kTorchrun &&
-        lookup_("TORCHELASTIC_USE_AGENT_STORE") == "True";
+    if (launch_.launcher == Launcher::kTorchrun) {
+      LORA_RETURN_IF_ERROR(ReadAgent());
+    }
     return launch_;
   }
 
@@ -316,6 +316,19 @@ class LaunchReader {
         "Open MPI's environment has no PMIX_NAMESPACE or "
         "OMPI_MCA_ess_base_jobid to choose a port by: name a free port of rank "
         "0's host, with mpirun -x MASTER_PORT=29500 ...");
+  }
+
+  // What torchrun's agent says of itself.
+  absl::Status ReadAgent() {
+    launch_.agent_hosts_store =
+        lookup_("TORCHELASTIC_USE_AGENT_STORE") == "True";
+    if (const auto restarts = Find({"TORCHELASTIC_RESTART_COUNT"})) {
+      LORA_ASSIGN_OR_RETURN(
+          launch_.restart_count,
+          ReadInteger(*restarts, 0, std::numeric_limits<int>::max(),
+                      "an integer from 0 on"));
+    }
+    return absl::OkStatus();
   }
 
   const EnvironmentLookup& lookup_;

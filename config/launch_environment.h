@@ -10,7 +10,8 @@
 // and mpirun in a Slurm job:
 //
 //   torchrun  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-//             MASTER_PORT; other launchers may set them too.
+//             MASTER_PORT; other launchers may set them too. Beside them, if
+//             set, TORCHELASTIC_USE_AGENT_STORE and TORCHELASTIC_RESTART_COUNT.
 //   mpirun    Open MPI's OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE.
 //   srun      SLURM_PROCID, SLURM_STEP_NUM_TASKS (or SLURM_NTASKS),
 //             SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_TASKS_PER_NODE (or
@@ -66,6 +67,10 @@ struct LaunchEnvironment {
   // torchrun's agent already serves the store at the master's address
   // (TORCHELASTIC_USE_AGENT_STORE=True): every rank connects, none listens.
   bool agent_hosts_store = false;
+  // How often torchrun's agent on this host started its processes anew after a
+  // failure (TORCHELASTIC_RESTART_COUNT); 0 if that is unset. The agents of
+  // several hosts count apart, and may come to different numbers.
+  int restart_count = 0;
 };
 
 // Returns the value of an environment variable, or nothing if it is unset.

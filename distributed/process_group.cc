@@ -18,6 +18,7 @@
 #include "distributed/internal/sigpipe_guard.h"
 #include "distributed/nccl_process_group.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
+#include "torch/csrc/distributed/c10d/PrefixStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
 #include "torch/csrc/distributed/c10d/Store.hpp"
@@ -45,8 +46,16 @@ absl::StatusOr<c10::intrusive_ptr<c10d::Store>> JoinStore(
   store_options.waitWorkers = false;
   store_options.timeout = options.timeout;
   try {
-    return c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::TCPStore>(
-        environment.master_addr, store_options));
+    auto store = c10::make_intrusive<c10d::TCPStore>(environment.master_addr,
+                                                     store_options);
+    if (!environment.agent_hosts_store) {
+      return c10::intrusive_ptr<c10d::Store>(std::move(store));
+    }
+    // The agent's store outlives the attempts, with all that they left in it.
+    return c10::intrusive_ptr<c10d::Store>(
+        c10::make_intrusive<c10d::PrefixStore>(
+            absl::StrCat("trainer_lora/attempt_", environment.restart_count),
+            std::move(store)));
   } catch (const std::exception& exception) {
     // A timeout means here that nobody answered.
     return absl::UnavailableError(absl::StrCat(

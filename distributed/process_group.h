@@ -50,6 +50,10 @@ struct ProcessGroupOptions {
 // the launcher's agent does. With a loopback master and no `bind_address`, Gloo
 // stays on loopback as well. A world of one needs neither master nor network.
 //
+// The agent's store outlives a restart, so the ranks of each attempt meet under
+// keys of their own, by restart_count. On several hosts the agents may count
+// differently: the ranks then don't meet, kDeadlineExceeded.
+//
 // Errors name the address and the rank. kUnavailable: no store at the address,
 // or rank 0 can't serve one there. kDeadlineExceeded or kUnavailable: not all
 // ranks came in time, or one was lost on the way. kFailedPrecondition: no

@@ -30,6 +30,7 @@ Variables Torchrun() {
           {"MASTER_ADDR", "node0.cluster"},
           {"MASTER_PORT", "29500"},
           {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+          {"TORCHELASTIC_RESTART_COUNT", "2"},
           {"GROUP_RANK", "1"}};
 }
 
@@ -83,6 +84,7 @@ TEST(LaunchEnvironmentTest, WithoutLauncherIsOneProcess) {
   EXPECT_EQ(launch.master_addr, "");
   EXPECT_EQ(launch.master_port, 0);
   EXPECT_FALSE(launch.agent_hosts_store);
+  EXPECT_EQ(launch.restart_count, 0);
 }
 
 TEST(LaunchEnvironmentTest, ReadsTorchrunsVariables) {
@@ -94,6 +96,17 @@ TEST(LaunchEnvironmentTest, ReadsTorchrunsVariables) {
   EXPECT_EQ(launch.master_addr, "node0.cluster");
   EXPECT_EQ(launch.master_port, 29500);
   EXPECT_TRUE(launch.agent_hosts_store);
+  EXPECT_EQ(launch.restart_count, 2);
+}
+
+TEST(LaunchEnvironmentTest, OnlyTorchrunCountsItsRestarts) {
+  LORA_ASSERT_OK_AND_ASSIGN(
+      LaunchEnvironment launch,
+      Read(Without(Torchrun(), {"TORCHELASTIC_RESTART_COUNT"})));
+  EXPECT_EQ(launch.restart_count, 0);
+  LORA_ASSERT_OK_AND_ASSIGN(
+      launch, Read(With(OpenMpi(), {{"TORCHELASTIC_RESTART_COUNT", "2"}})));
+  EXPECT_EQ(launch.restart_count, 0);
 }
 
 TEST(LaunchEnvironmentTest, OnlyTrueMeansThatTheAgentHostsTheStore) {
@@ -162,6 +175,9 @@ TEST(LaunchEnvironmentTest, RefusesNonsenseWithVariableAndValue) {
       {"MASTER_PORT", "65536", "a port from 1 to 65535, got \"65536\""},
       {"MASTER_PORT", "-1", "a port from 1 to 65535, got \"-1\""},
       {"MASTER_PORT", "http", "a port from 1 to 65535, got \"http\""},
+      {"TORCHELASTIC_RESTART_COUNT", "-1", "an integer from 0 on, got \"-1\""},
+      {"TORCHELASTIC_RESTART_COUNT", "", "an integer from 0 on, got \"\""},
+      {"TORCHELASTIC_RESTART_COUNT", "99999999999", "got \"99999999999\""},
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(std::string(c.name) + "=" + c.value);

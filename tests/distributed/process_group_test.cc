@@ -120,6 +120,37 @@ TEST_F(InitProcessGroupTest, RanksMeetInTheStoreOfTheAgent) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// Starts a job of two, makes a mesh, and leaves what it left in the store.
+void RunAttempt(int restart_count, uint16_t port) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([=] {
+      config::LaunchEnvironment environment = Environment(rank, 2, port);
+      environment.agent_hosts_store = true;
+      environment.restart_count = restart_count;
+      // Rank 0 is there first, and looks for rank 1.
+      if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      LORA_ASSERT_OK_AND_ASSIGN(
+          auto group,
+          InitProcessGroup(environment, TimeoutOf(std::chrono::seconds(20))));
+      LORA_ASSERT_OK_AND_ASSIGN(
+          auto mesh, DeviceMesh::Create(group, {{"a", 2}, {"b", 1}}));
+      LORA_ASSERT_OK_AND_ASSIGN(const double sum,
+                                AllReduce(*mesh, rank + 1, ReduceOp::kSum));
+      EXPECT_EQ(sum, 3);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_F(InitProcessGroupTest, AnAttemptDoesNotMeetTheOneBefore) {
+  const auto store = HostAgentStore();
+  for (int restart_count = 0; restart_count < 3; ++restart_count) {
+    SCOPED_TRACE(restart_count);
+    RunAttempt(restart_count, store->getPort());
+  }
+}
+
 TEST_F(InitProcessGroupTest, NobodyAtTheAddress) {
   const TakenPort silent;
   EXPECT_THAT(

@@ -81,6 +81,7 @@ void CheckMaster(const LaunchEnvironment& launch,
   }
   FUZZ_CHECK(!launch.agent_hosts_store ||
              launch.launcher == Launcher::kTorchrun);
+  FUZZ_CHECK(launch.restart_count >= 0);
 }
 
 void TestEnvironment(Environment environment) {
