@@ -32,7 +32,8 @@ using Gloo = c10d::ProcessGroupGloo;
 constexpr char kLoopback[] = "127.0.0.1";
 
 bool IsLoopback(const std::string& address) {
-  return address == "localhost" || absl::StartsWith(address, "127.");
+  return address == "localhost" || address == "::1" ||
+         absl::StartsWith(address, "127.");
 }
 
 absl::StatusOr<c10::intrusive_ptr<c10d::Store>> JoinStore(

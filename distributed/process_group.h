@@ -32,9 +32,11 @@ struct ProcessGroupOptions {
   // How long a rank waits for the others, in the start and in each collective.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
 
-  // A name or address of this machine on which its peers reach it. Empty: the
-  // interfaces in the environment variable GLOO_SOCKET_IFNAME if that is set,
-  // else the address of the machine's host name, or loopback if it has none.
+  // A name or address of this machine on which its peers reach it. Empty:
+  // 127.0.0.1 in InitProcessGroup if the master is localhost, 127.* or ::1;
+  // else the interfaces in the environment variable GLOO_SOCKET_IFNAME if that
+  // is set, else the address of the machine's host name, or loopback if it has
+  // none. InitProcessGroup makes a world of one on 127.0.0.1 whatever this is.
   std::string bind_address;
 
   // The device on which this rank computes, as GetLocalTorchDevice() says. The

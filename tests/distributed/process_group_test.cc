@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <string>
 #include <thread>
 #include <vector>
@@ -32,6 +33,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
+using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::StatusIs;
 
 ProcessGroupOptions TimeoutOf(std::chrono::milliseconds timeout) {
@@ -149,6 +151,47 @@ TEST_F(InitProcessGroupTest, AnAttemptDoesNotMeetTheOneBefore) {
     SCOPED_TRACE(restart_count);
     RunAttempt(restart_count, store->getPort());
   }
+}
+
+// Some containers have none.
+bool HasIpv6Loopback() {
+  sockaddr_in6 address = {};
+  address.sin6_family = AF_INET6;
+  address.sin6_addr = in6addr_loopback;
+  const int fd = socket(AF_INET6, SOCK_STREAM, 0);
+  const bool has =
+      fd >= 0 && bind(fd, reinterpret_cast<const sockaddr*>(&address),
+                      sizeof(address)) == 0;
+  if (fd >= 0) close(fd);
+  return has;
+}
+
+// Without loopback, Gloo would ask for an interface that is not there.
+TEST_F(InitProcessGroupTest, StaysOnLoopbackWithAMasterThere) {
+  ASSERT_EQ(setenv("GLOO_SOCKET_IFNAME", "no_such_if", /*overwrite=*/1), 0);
+  const auto store = HostAgentStore();
+  std::vector<std::string> addresses = {"127.0.0.1", "localhost"};
+  if (HasIpv6Loopback()) addresses.emplace_back("::1");
+  int restart_count = 0;  // Each of them meets by itself.
+  for (const std::string& address : addresses) {
+    SCOPED_TRACE(address);
+    ++restart_count;
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 2; ++rank) {
+      threads.emplace_back([&, rank] {
+        config::LaunchEnvironment environment =
+            Environment(rank, 2, store->getPort());
+        environment.master_addr = address;
+        environment.agent_hosts_store = true;
+        environment.restart_count = restart_count;
+        EXPECT_THAT(
+            InitProcessGroup(environment, TimeoutOf(std::chrono::seconds(20))),
+            IsOk());
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  ASSERT_EQ(unsetenv("GLOO_SOCKET_IFNAME"), 0);
 }
 
 TEST_F(InitProcessGroupTest, NobodyAtTheAddress) {
