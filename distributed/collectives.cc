@@ -28,10 +28,12 @@ absl::StatusOr<double> AllReduceNumber(const DeviceMesh& mesh, double value,
                    .device(internal::MetadataDevice(group)))};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
+  const std::string context = absl::StrCat(mesh.RankString(), ": ", what);
   LORA_RETURN_IF_ERROR(internal::RunCollective(
-      group, absl::StrCat(mesh.RankString(), ": ", what),
-      [&] { return group.allreduce(tensors, options); }));
-  return tensors[0].item<double>();
+      group, context, [&] { return group.allreduce(tensors, options); }));
+  LORA_ASSIGN_OR_RETURN(const at::Tensor result,
+                        internal::ReadResult(group, context, tensors[0]));
+  return result.item<double>();
 }
 
 }  // namespace

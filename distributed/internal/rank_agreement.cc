@@ -38,7 +38,8 @@ absl::StatusOr<at::Tensor> AllGatherRows(c10d::ProcessGroup& group,
   at::Tensor output = at::empty({size * row.numel()}, input.options());
   LORA_RETURN_IF_ERROR(RunCollective(
       group, what, [&] { return group._allgather_base(output, input); }));
-  return output.to(at::kCPU).view({size, row.numel()});
+  LORA_ASSIGN_OR_RETURN(const at::Tensor rows, ReadResult(group, what, output));
+  return rows.view({size, row.numel()});
 }
 
 // The text that each rank contributes. `lengths` has an entry a rank.
@@ -46,8 +47,10 @@ absl::StatusOr<std::vector<std::string>> AllGatherTexts(
     c10d::ProcessGroup& group, const std::string& text,
     const at::Tensor& lengths, const std::string& what) {
   // Padded to one length, as Gloo gathers equal sizes alone.
-  at::Tensor padded = at::zeros(
-      {std::max<int64_t>(lengths.max().item<int64_t>(), 1)}, at::kByte);
+  const int64_t length =
+      std::max({lengths.max().item<int64_t>(),
+                static_cast<int64_t>(text.size()), int64_t{1}});
+  at::Tensor padded = at::zeros({length}, at::kByte);
   std::memcpy(padded.data_ptr(), text.data(), text.size());
   LORA_ASSIGN_OR_RETURN(const at::Tensor rows,
                         AllGatherRows(group, padded, what));

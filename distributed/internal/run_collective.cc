@@ -8,13 +8,16 @@
 #include <string>
 #include <vector>
 
+#include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "c10/core/Device.h"
 #include "c10/util/Exception.h"
 #include "c10/util/intrusive_ptr.h"
+#include "config/internal/status_macros.h"
 #include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Work.hpp"
@@ -80,6 +83,14 @@ absl::Status CheckCudaBackend(c10d::ProcessGroup& group,
           what, " failed: a collective of the group failed on the device, ",
           "here or on another rank; c10d's log says why"));
   }
+}
+
+absl::StatusOr<at::Tensor> ReadResult(c10d::ProcessGroup& group,
+                                      const std::string& what,
+                                      const at::Tensor& result) {
+  at::Tensor read = result.cpu();
+  if (result.is_cuda()) LORA_RETURN_IF_ERROR(CheckCudaBackend(group, what));
+  return read;
 }
 
 std::string ErrorMessage(const std::exception& exception) {

@@ -6,7 +6,9 @@
 #include <functional>
 #include <string>
 
+#include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "c10/core/Device.h"
 #include "c10/util/intrusive_ptr.h"
 
@@ -49,6 +51,13 @@ bool HasNccl(c10d::ProcessGroup& group);
 // group. `what` as in CallCollective.
 absl::Status CheckCudaBackend(c10d::ProcessGroup& group,
                               const std::string& what);
+
+// What a collective of `group` wrote to `result`, on the CPU: waits for the
+// device. Errors of CheckCudaBackend, as the device goes on with undefined
+// values after an abort.
+absl::StatusOr<at::Tensor> ReadResult(c10d::ProcessGroup& group,
+                                      const std::string& what,
+                                      const at::Tensor& result);
 
 // What the exception says, without a backtrace; with the last error of NCCL
 // where c10d quotes it.

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "ATen/ops/arange.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "c10/util/intrusive_ptr.h"
@@ -353,6 +355,33 @@ TEST(DeviceMeshGridTest, NamesABackendWithoutPartsAndAMissingStore) {
   // It needs no part of the group.
   EXPECT_THAT(DeviceMesh::Create(group, std::vector<MeshDim>{{"a", 4}}),
               IsOk());
+}
+
+// As the device has it after a collective was aborted: the lengths that the
+// ranks seem to have are not those of the texts.
+class WrongNumbersBackend final : public OwnBackend {
+ public:
+  using OwnBackend::OwnBackend;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& output, at::Tensor& input,
+      const c10d::AllgatherOptions& options) override {
+    const auto work = OwnBackend::_allgather_base(output, input, options);
+    if (input.scalar_type() == at::kLong) {
+      output.copy_(at::arange(output.numel()));
+    }
+    return work;
+  }
+};
+
+TEST(DeviceMeshGridTest, ALengthThatIsWrongEndsInAnError) {
+  const std::string long_name(size_t{1} << 25, 'a');
+  const auto group = c10::make_intrusive<c10d::ProcessGroup>(
+      c10::make_intrusive<c10d::HashStore>(), 0, 4);
+  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
+                    c10::make_intrusive<WrongNumbersBackend>(0, 4));
+  EXPECT_THAT(DeviceMesh::Create(group, std::vector<MeshDim>{{long_name, 4}}),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("the ranks must make the same call")));
 }
 
 // Several times, as the others then write to connections that are closed, which
