@@ -41,8 +41,10 @@ at::Tensor Norm(const at::Tensor& gradient) {
 // not for each of them.
 std::vector<double> ReadAll(std::vector<at::Tensor> scalars) {
   if (scalars.empty()) return {};
+  const at::Device device = scalars[0].device();
   for (at::Tensor& scalar : scalars) {
-    scalar = scalar.to(scalars[0].device(), /*non_blocking=*/true);
+    // Towards the CPU nothing would wait for the value.
+    scalar = scalar.to(device, /*non_blocking=*/device.is_cuda());
   }
   const at::Tensor values = at::stack(scalars).cpu();
   const double* const begin = values.const_data_ptr<double>();
