@@ -251,16 +251,21 @@ absl::Status AgreeOnShards(const DeviceMesh& mesh,
                                         ShapeString(tensor.sizes().slice(1)),
                                         ")"));
     }
-    const auto compare = [&](c10d::ProcessGroup& group,
+    const auto compare = [&](int64_t dim,
                              const std::vector<std::string>& lines) {
+      if (mesh.size(dim) == 1) return;
       status.Update(internal::CheckRanksAgree(
-          group, mesh.ToString(), NameCollective("comparison", same), lines));
+          *mesh.group(dim), mesh.ToString(), NameCollective("comparison", same),
+          lines, mesh.RanksOver({dim})));
     };
-    for (const auto& group : internal::ReductionOf(same[0].layout).groups) {
-      compare(*group, shapes);
+    for (const GradientReduction reduction :
+         {GradientReduction::kAverage, GradientReduction::kSum}) {
+      for (const int64_t dim : same[0].layout.ReducedDims(reduction)) {
+        compare(dim, shapes);
+      }
     }
     if (same[0].layout.HasReplicatedParts()) {
-      compare(*mesh.group(RowShardDim(same[0].layout)), row_shapes);
+      compare(RowShardDim(same[0].layout), row_shapes);
     }
   }
   return internal::AgreeOnStatus(*mesh.group(), mesh.ToString(),

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -63,14 +64,19 @@ absl::StatusOr<std::vector<std::string>> AllGatherTexts(
 }
 
 // Who wanted what, for the errors of a collective.
-std::string Context(const c10d::ProcessGroup& group,
-                    const std::string& group_name, const std::string& what) {
-  return absl::StrCat(group_name, ", rank ", group.getRank(), ": ", what);
+std::string Context(int64_t rank, const std::string& group_name,
+                    const std::string& what) {
+  return absl::StrCat(group_name, ", rank ", rank, ": ", what);
 }
 
-std::string RankNames(const std::vector<int64_t>& ranks) {
-  return absl::StrCat(ranks.size() == 1 ? "rank " : "ranks ",
-                      absl::StrJoin(ranks, ", "));
+// `names` has an entry for each rank there is.
+std::string RankNames(const std::vector<int64_t>& ranks,
+                      const std::vector<int64_t>& names) {
+  return absl::StrCat(
+      ranks.size() == 1 ? "rank " : "ranks ",
+      absl::StrJoin(ranks, ", ", [&names](std::string* out, int64_t rank) {
+        absl::StrAppend(out, names[rank]);
+      }));
 }
 
 std::string ListLines(const std::vector<std::string>& lines) {
@@ -83,9 +89,11 @@ std::string ListLines(const std::vector<std::string>& lines) {
   return text;
 }
 
-// What to say of ranks whose lines differ; `lines` has an entry a rank.
+// What to say of ranks whose lines differ. `lines` and `names` have an entry a
+// rank.
 std::string DescribeDifference(
-    const std::vector<std::vector<std::string>>& lines) {
+    const std::vector<std::vector<std::string>>& lines,
+    const std::vector<int64_t>& names) {
   const int64_t size = lines.size();
   std::map<std::string, std::vector<int64_t>> ranks_of_line;
   for (int64_t rank = 0; rank < size; ++rank) {
@@ -107,8 +115,8 @@ std::string DescribeDifference(
   }
   if (!lines_of_ranks.empty()) {
     return absl::StrJoin(
-        lines_of_ranks, "; ", [](std::string* out, const auto& entry) {
-          absl::StrAppend(out, "only on ", RankNames(entry.first), ": ",
+        lines_of_ranks, "; ", [&names](std::string* out, const auto& entry) {
+          absl::StrAppend(out, "only on ", RankNames(entry.first, names), ": ",
                           ListLines(entry.second));
         });
   }
@@ -120,10 +128,10 @@ std::string DescribeDifference(
         std::mismatch(lines[0].begin(), lines[0].end(), lines[rank].begin(),
                       lines[rank].end());
     const std::string end = "the end";
-    return absl::StrCat("the order differs from entry ",
-                        first - lines[0].begin(), ": rank 0 has ",
-                        first == lines[0].end() ? end : *first, ", rank ", rank,
-                        " has ", other == lines[rank].end() ? end : *other);
+    return absl::StrCat(
+        "the order differs from entry ", first - lines[0].begin(), ": rank ",
+        names[0], " has ", first == lines[0].end() ? end : *first, ", rank ",
+        names[rank], " has ", other == lines[rank].end() ? end : *other);
   }
   return "";
 }
@@ -133,8 +141,14 @@ std::string DescribeDifference(
 absl::Status CheckRanksAgree(c10d::ProcessGroup& group,
                              const std::string& group_name,
                              const std::string& what,
-                             const std::vector<std::string>& lines) {
-  const std::string context = Context(group, group_name, what);
+                             const std::vector<std::string>& lines,
+                             std::vector<int64_t> names) {
+  if (names.empty()) {
+    names.resize(group.getSize());
+    std::iota(names.begin(), names.end(), 0);
+  }
+  const std::string context =
+      Context(names.at(group.getRank()), group_name, what);
   const std::string text = absl::StrJoin(lines, "\n");
 
   at::Tensor digest = at::empty({2}, at::kLong);
@@ -153,15 +167,17 @@ absl::Status CheckRanksAgree(c10d::ProcessGroup& group,
   }
   return absl::FailedPreconditionError(absl::StrCat(
       group_name, ": the ranks must make the same call, with the same ",
-      "parameters in the same order; ", DescribeDifference(lines_of_rank)));
+      "parameters in the same order; ",
+      DescribeDifference(lines_of_rank, names)));
 }
 
 absl::StatusOr<bool> IsTrueOnAnyRank(c10d::ProcessGroup& group,
                                      const std::string& group_name,
                                      const std::string& what, bool value) {
-  LORA_ASSIGN_OR_RETURN(const at::Tensor rows,
-                        AllGatherRows(group, at::full({1}, value, at::kByte),
-                                      Context(group, group_name, what)));
+  LORA_ASSIGN_OR_RETURN(
+      const at::Tensor rows,
+      AllGatherRows(group, at::full({1}, value, at::kByte),
+                    Context(group.getRank(), group_name, what)));
   return rows.any().item<bool>();
 }
 
@@ -169,7 +185,7 @@ absl::Status AgreeOnStatus(c10d::ProcessGroup& group,
                            const std::string& group_name,
                            const std::string& what,
                            const absl::Status& status) {
-  const std::string context = Context(group, group_name, what);
+  const std::string context = Context(group.getRank(), group_name, what);
   const std::string text(status.message());
   at::Tensor code_and_length = at::empty({2}, at::kLong);
   code_and_length[0] = static_cast<int64_t>(status.code());

@@ -3,6 +3,7 @@
 #ifndef TRAINER_LORA_DISTRIBUTED_INTERNAL_RANK_AGREEMENT_H_
 #define TRAINER_LORA_DISTRIBUTED_INTERNAL_RANK_AGREEMENT_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -19,11 +20,14 @@ namespace trainer_lora::distributed::internal {
 // `lines`, which contain no newline; `what` names them, such as "comparison of
 // 2 parameters". Where the ranks differ, every rank gets the same
 // kFailedPrecondition, which names the lines that only some ranks have and
-// these ranks. Errors of RunCollective where a peer is lost.
+// these ranks: by `names`, an entry a rank, such as mesh.RanksOver(dims) for a
+// part of a mesh; without, as `group` does. Errors of RunCollective where a
+// peer is lost.
 absl::Status CheckRanksAgree(c10d::ProcessGroup& group,
                              const std::string& group_name,
                              const std::string& what,
-                             const std::vector<std::string>& lines);
+                             const std::vector<std::string>& lines,
+                             std::vector<int64_t> names = {});
 
 // Collective over `group`, which errors call `group_name`: whether `value` is
 // true on any rank. `what` names what was tried, for the errors of

@@ -296,6 +296,23 @@ TEST(ReduceGradientsTest, SumsAndAveragesAsTheLayoutSays) {
   });
 }
 
+// The ranks 1 and 3 reduce this shard with each other: they have the ranks 0
+// and 1 of their group, which is no concern of who reads the error.
+TEST(ReduceGradientsTest, NamesTheRanksOfTheMeshWhoseShardsDiffer) {
+  RunRanks(4, [](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        MeshPtr mesh, DeviceMesh::Create(group, {{"data", 2}, {"tensor", 2}}));
+    Parameters parameters = {Replicated(mesh, "p", {rank == 3 ? 4 : 5, 2})};
+    parameters[0].layout.placements[1] = Placement::Shard(0);
+    EXPECT_THAT(
+        ReduceGradients(*mesh, parameters),
+        StatusIs(absl::StatusCode::kFailedPrecondition,
+                 AllOf(HasSubstr("rank 1: DeviceMesh(data=2, tensor=2): "),
+                       HasSubstr("only on rank 1: p ([5, 2]); only on rank 3: "
+                                 "p ([4, 2]) (2 ranks failed)"))));
+  });
+}
+
 // --- GradientSync ------------------------------------------------------------
 
 GradientSyncOptions WithBuckets(int64_t bytes, bool overlap = false) {
