@@ -20,6 +20,7 @@
 #include "distributed/collectives.h"
 #include "distributed/device_mesh.h"
 #include "distributed/gradient_sync.h"
+#include "distributed/internal/layout_check.h"
 #include "distributed/parameter_layout.h"
 #include "distributed/placement.h"
 
@@ -138,10 +139,15 @@ absl::StatusOr<double> ClipGradNorm(
           absl::StrCat(item.name, " does not lie on ", mesh.ToString())));
       continue;
     }
-    if (!item.parameter.grad().defined()) continue;
-    gradients.push_back(item.parameter.grad());
+    const at::Tensor& gradient = item.parameter.grad();
+    if (!gradient.defined()) continue;
+    const absl::Status fits =
+        internal::CheckLayout(item.name, gradient, item.layout);
+    error.Update(fits);
+    if (!fits.ok()) continue;
+    gradients.push_back(gradient);
     layouts.push_back(&item.layout);
-    AppendNorms(item.parameter.grad(), item.layout, norms);
+    AppendNorms(gradient, item.layout, norms);
   }
   const std::vector<double> values = ReadAll(std::move(norms));
   auto value = values.begin();

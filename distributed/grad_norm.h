@@ -35,9 +35,9 @@ absl::StatusOr<double> ClipGradNorm(absl::Span<const at::Tensor> parameters,
 // GradientSync leaves them.
 //
 // Collective over the mesh: every rank calls it, even if it has no parameter.
-// kInvalidArgument also for a parameter whose layout is not of `mesh`: the
-// other ranks then get NaN. kUnavailable or kDeadlineExceeded if a peer is lost
-// or does not answer.
+// kInvalidArgument also for a parameter whose layout is not of `mesh`, not
+// valid or not that of the gradient's rows: the other ranks then get NaN.
+// kUnavailable or kDeadlineExceeded if a peer is lost or does not answer.
 absl::StatusOr<double> ClipGradNorm(
     const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters,
     double max_norm);

@@ -27,6 +27,7 @@
 #include "config/internal/status_macros.h"
 #include "distributed/device_mesh.h"
 #include "distributed/gradient_bucket.h"
+#include "distributed/internal/layout_check.h"
 #include "distributed/internal/rank_agreement.h"
 #include "distributed/internal/reduction_bucket.h"
 #include "distributed/internal/run_collective.h"
@@ -134,25 +135,6 @@ std::string Describe(const DistributedParameter& parameter) {
       is_averaged_everywhere ? "" : ", " + parameter.layout.ToString(), ")");
 }
 
-// That a parameter some of whose rows are replicated has the rows of its parts.
-absl::Status CheckParts(const DistributedParameter& parameter) {
-  if (!parameter.layout.HasReplicatedParts()) return absl::OkStatus();
-  const absl::Status valid = parameter.layout.Validate();
-  if (!valid.ok()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(parameter.name, ": ", valid.message()));
-  }
-  int64_t rows = 0;
-  for (const Chunk& chunk : parameter.layout.LocalParts()) rows += chunk.size;
-  if (parameter.parameter.dim() == 0 || parameter.parameter.size(0) != rows) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        parameter.name, " of shape ", ShapeString(parameter.parameter),
-        " must have ", rows, " rows by its layout (",
-        parameter.layout.ToString(), ")"));
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CheckLiesOn(const DeviceMesh& mesh,
                          const DistributedParameter& parameter) {
   const ParameterLayout& layout = parameter.layout;
@@ -161,18 +143,13 @@ absl::Status CheckLiesOn(const DeviceMesh& mesh,
         absl::StrCat(parameter.name, " lies on another mesh, ",
                      layout.mesh->ToString(), "; pass the mesh of its layout"));
   }
-  if (static_cast<int64_t>(layout.placements.size()) != mesh.ndim()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(parameter.name, " has ", layout.placements.size(),
-                     " placements on ", mesh.ToString()));
-  }
   if (parameter.parameter.is_meta() ||
       parameter.parameter.layout() != at::kStrided) {
     return absl::InvalidArgumentError(
         absl::StrCat(parameter.name, " must be a dense tensor with values; ",
                      "load or materialize it first"));
   }
-  return CheckParts(parameter);
+  return internal::CheckLayout(parameter.name, parameter.parameter, layout);
 }
 
 absl::Status CheckIsWhole(const DistributedParameter& parameter) {

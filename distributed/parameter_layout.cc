@@ -83,8 +83,9 @@ absl::Status ParameterLayout::Validate() const {
 std::string ParameterLayout::ToString() const {
   std::string text;
   for (int64_t dim = 0; dim < placements.size(); ++dim) {
-    absl::StrAppend(&text, dim == 0 ? "" : ", ", mesh->dim_names().at(dim),
-                    ": ", placements[dim].ToString());
+    absl::StrAppend(&text, dim == 0 ? "" : ", ",
+                    dim < mesh->ndim() ? mesh->dim_names()[dim] : "?", ": ",
+                    placements[dim].ToString());
   }
   if (parts.empty()) return text;
   return absl::StrCat(

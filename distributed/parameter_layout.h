@@ -59,7 +59,8 @@ struct ParameterLayout {
   absl::Status Validate() const;
 
   // Such as "replicate: Replicate(average), tensor: Shard(0)", with parts
-  // followed by " in parts 512, 128 x 2, 128 x 2". `mesh` must not be null.
+  // followed by " in parts 512, 128 x 2, 128 x 2". `mesh` must not be null. A
+  // placement past its dimensions, which Validate() refuses, is on "?".
   std::string ToString() const;
 
   // Over whose ranks it lies.

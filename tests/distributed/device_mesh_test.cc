@@ -430,6 +430,12 @@ TEST(ParameterLayoutTest, ListsTheDimensionsOfEachReduction) {
     EXPECT_EQ(layout.ToString(),
               "a: Replicate(average), b: Replicate(sum), c: Shard(1), "
               "d: Replicate(none), e: Replicate(average)");
+    EXPECT_EQ((ParameterLayout{
+                   mesh, std::vector<Placement>(6, Placement::Replicate())})
+                  .ToString(),
+              "a: Replicate(average), b: Replicate(average), "
+              "c: Replicate(average), d: Replicate(average), "
+              "e: Replicate(average), ?: Replicate(average)");
   });
 }
 

@@ -21,6 +21,7 @@
 namespace trainer_lora::distributed {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::trainer_lora::testutil::RunRanks;
 using ::trainer_lora::testutil::StatusIs;
@@ -158,6 +159,44 @@ TEST(DistributedClipGradNormTest, AnErrorOnOneRankKeepsNobodyWaiting) {
       EXPECT_TRUE(std::isnan(*norm));
     }
   });
+}
+
+TEST(DistributedClipGradNormTest, ALayoutThatDoesNotFitKeepsNobodyWaiting) {
+  struct Case {
+    const char* name;
+    std::vector<Placement> placements;
+    std::vector<ShardedPart> parts;
+    const char* message;
+  };
+  const Placement replicated = Placement::Replicate();
+  const Placement rows = Placement::Shard(0);
+  for (const Case& c : std::vector<Case>{
+           {"too many placements",
+            {replicated, replicated},
+            {},
+            "2 placements"},
+           {"too few placements", {}, {}, "0 placements"},
+           {"too few rows", {rows}, {{2, 1}, {4, 2}}, "must have 5 rows"},
+           {"replicas of no shard", {replicated}, {{1, 2}}, "2 replicas"}}) {
+    SCOPED_TRACE(c.name);
+    RunRanks(2, [&](int rank, c10::intrusive_ptr<c10d::ProcessGroup> group) {
+      LORA_ASSERT_OK_AND_ASSIGN(const auto mesh, DeviceMesh::Create(group));
+      std::vector<DistributedParameter> parameters = {
+          {"p", ParameterWithGradient({1}), ParameterLayout::Replicated(mesh)}};
+      if (rank == 0) {
+        parameters[0].layout = ParameterLayout{mesh, c.placements, c.parts};
+      }
+      const absl::StatusOr<double> norm = ClipGradNorm(*mesh, parameters, 1.0);
+      if (rank == 0) {
+        EXPECT_THAT(norm,
+                    StatusIs(absl::StatusCode::kInvalidArgument,
+                             AllOf(HasSubstr("p"), HasSubstr(c.message))));
+      } else {
+        ASSERT_TRUE(norm.ok()) << norm.status();
+        EXPECT_TRUE(std::isnan(*norm));
+      }
+    });
+  }
 }
 
 }  // namespace

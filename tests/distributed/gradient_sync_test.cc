@@ -812,7 +812,19 @@ INSTANTIATE_TEST_SUITE_P(
               }
               return parameters;
             },
-            {"only on rank 1: a lies on another mesh, DeviceMesh(other=3)"}}),
+            {"only on rank 1: a lies on another mesh, DeviceMesh(other=3)"}},
+        DifferenceCase{
+            "APlacementPastTheMeshOnOneRank",
+            [](int rank, const MeshPtr& mesh) {
+              Parameters parameters = {Replicated(mesh, "a", {1})};
+              if (rank == 1) {
+                parameters[0].layout.placements.push_back(Placement::Shard(0));
+              }
+              return parameters;
+            },
+            {"only on rank 1: a (Float shard on cpu, replicate: "
+             "Replicate(average), ?: Shard(0)), a: the layout has 2 placements "
+             "for DeviceMesh(replicate=3)"}}),
     [](const ::testing::TestParamInfo<DifferenceCase>& info) {
       return info.param.name;
     });
