@@ -179,7 +179,7 @@ absl::Status AgreeOn(const DeviceMesh& mesh, std::string operation,
                      const absl::Status& local_check) {
   std::vector<std::string> lines = {std::move(operation)};
   for (const DistributedParameter& parameter : parameters) {
-    if (parameter.layout.mesh != nullptr) lines.push_back(Describe(parameter));
+    lines.push_back(Describe(parameter));
   }
   if (!local_check.ok()) lines.push_back(std::string(local_check.message()));
   LORA_RETURN_IF_ERROR(internal::CheckRanksAgree(

@@ -186,9 +186,9 @@ absl::StatusOr<int64_t> ReduceGradients(
 
 // Collective. Copies rank `root`'s values of the parameters that are replicated
 // over the whole mesh into those of every other rank, in place, whether they
-// require grad or not. kInvalidArgument for one that is sharded; after an error
-// the parameters are what they were. `root` is in [0, mesh.size()), else
-// kInvalidArgument.
+// require grad or not. One that is sharded over all dimensions is skipped, and
+// one over some of them kInvalidArgument; after an error the parameters are
+// what they were. `root` is in [0, mesh.size()), else kInvalidArgument.
 absl::Status BroadcastParameters(
     const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters,
     int root = 0);
