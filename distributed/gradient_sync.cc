@@ -844,11 +844,12 @@ void GradientSync::Impl::ZeroGrad() {
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
   if (next_bucket_ > 0) {
-    // The other ranks may or may not come to Sync().
-    broken_ = absl::FailedPreconditionError(
+    // The other ranks may or may not come to Sync(). After an error, that stays
+    // the reason.
+    broken_.Update(absl::FailedPreconditionError(
         absl::StrCat(mesh_->RankString(),
                      ": ZeroGrad() was called between a backward pass "
-                     "that started a reduction and Sync()"));
+                     "that started a reduction and Sync()")));
     return;
   }
   for (ReductionBucket& bucket : buckets_) bucket.Zero();
