@@ -387,11 +387,12 @@ bool HasView(const Entry& entry) {
 
 class GradientSync::Impl {
  public:
-  // Collective. Leaves the parameters alone until Install().
+  // Collective. Leaves the parameters alone until Install(), which may replace
+  // the hooks of `previous`, if there is one, and no others.
   static absl::StatusOr<std::unique_ptr<Impl>> Build(
       std::shared_ptr<const DeviceMesh> mesh,
       absl::Span<const DistributedParameter> parameters,
-      const GradientSyncOptions& options, bool hooks_may_exist);
+      const GradientSyncOptions& options, const Impl* previous);
 
   ~Impl() { RemoveHooks(); }
 
@@ -415,6 +416,9 @@ class GradientSync::Impl {
   explicit Impl(std::shared_ptr<const DeviceMesh> mesh,
                 const GradientSyncOptions& options)
       : mesh_(std::move(mesh)), options_(options) {}
+
+  // Whether the parameter's hook for accumulated gradients is of this object.
+  bool HasHookOn(const at::Tensor& parameter) const;
 
   // Makes the buckets in which the replicated parts of the entries, which are
   // `parameters`, are summed.
@@ -492,7 +496,7 @@ class GradientSync::Impl::ReadyHook
 absl::StatusOr<std::unique_ptr<GradientSync::Impl>> GradientSync::Impl::Build(
     std::shared_ptr<const DeviceMesh> mesh,
     absl::Span<const DistributedParameter> parameters,
-    const GradientSyncOptions& options, bool hooks_may_exist) {
+    const GradientSyncOptions& options, const Impl* previous) {
   if (mesh == nullptr) {
     return absl::InvalidArgumentError(
         "gradients cannot be reduced over a null mesh");
@@ -508,9 +512,10 @@ absl::StatusOr<std::unique_ptr<GradientSync::Impl>> GradientSync::Impl::Build(
   for (const DistributedParameter& parameter : reduced) {
     local_check.Update(CheckLiesOn(*mesh, parameter));
     local_check.Update(CheckGradient(parameter.name, parameter.parameter));
-    if (options.overlap_backward && !hooks_may_exist &&
+    if (options.overlap_backward &&
         torch::autograd::impl::post_acc_grad_hooks(parameter.parameter) !=
-            nullptr) {
+            nullptr &&
+        (previous == nullptr || !previous->HasHookOn(parameter.parameter))) {
       local_check.Update(absl::InvalidArgumentError(
           absl::StrCat(parameter.name,
                        " has a hook for accumulated gradients already, of "
@@ -600,12 +605,18 @@ void GradientSync::Impl::Install() {
   }
 }
 
+bool GradientSync::Impl::HasHookOn(const at::Tensor& parameter) const {
+  const auto* hook = dynamic_cast<const ReadyHook*>(
+      torch::autograd::impl::post_acc_grad_hooks(parameter).get());
+  return hook != nullptr && hook->impl() == this;
+}
+
 void GradientSync::Impl::RemoveHooks() {
   if (!options_.overlap_backward) return;
   for (const Entry& entry : entries_) {
-    auto& hook = torch::autograd::impl::post_acc_grad_hooks(entry.parameter);
-    const auto* ours = dynamic_cast<const ReadyHook*>(hook.get());
-    if (ours != nullptr && ours->impl() == this) hook = nullptr;
+    if (HasHookOn(entry.parameter)) {
+      torch::autograd::impl::post_acc_grad_hooks(entry.parameter) = nullptr;
+    }
   }
 }
 
@@ -881,16 +892,16 @@ absl::StatusOr<std::unique_ptr<GradientSync>> GradientSync::Create(
     const GradientSyncOptions& options) {
   LORA_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
                         Impl::Build(std::move(mesh), parameters, options,
-                                    /*hooks_may_exist=*/false));
+                                    /*previous=*/nullptr));
   impl->Install();
   return std::unique_ptr<GradientSync>(new GradientSync(std::move(impl)));
 }
 
 absl::Status GradientSync::Replace(
     absl::Span<const DistributedParameter> parameters) {
-  LORA_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
-                        Impl::Build(impl_->mesh(), parameters, impl_->options(),
-                                    /*hooks_may_exist=*/true));
+  LORA_ASSIGN_OR_RETURN(
+      std::unique_ptr<Impl> impl,
+      Impl::Build(impl_->mesh(), parameters, impl_->options(), impl_.get()));
   impl_->RemoveHooks();
   impl->Install();
   impl_ = std::move(impl);
@@ -923,7 +934,7 @@ absl::StatusOr<int64_t> ReduceGradients(
   LORA_ASSIGN_OR_RETURN(
       const std::unique_ptr<GradientSync::Impl> impl,
       GradientSync::Impl::Build(borrowed, parameters, GradientSyncOptions(),
-                                /*hooks_may_exist=*/true));
+                                /*previous=*/nullptr));
   return impl->ReduceOnce();
 }
 

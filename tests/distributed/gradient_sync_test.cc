@@ -21,6 +21,8 @@
 #include "tests/testutil/operator_log.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/thread_ranks.h"
+#include "torch/csrc/autograd/function_hook.h"
+#include "torch/csrc/autograd/variable.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 
 namespace trainer_lora::distributed {
@@ -646,6 +648,42 @@ TEST(GradientSyncTest, ParametersOutliveIt) {
     }
     parameters[0].parameter.sum().backward();
     EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::full({2}, 2.0f)));
+  });
+}
+
+// Which a tensor has one of: whose it is keeps it.
+TEST(GradientSyncTest, ReplaceLeavesTheHooksOfOthers) {
+  struct CountingHook : torch::autograd::PostAccumulateGradHook {
+    explicit CountingHook(int* count) : count(count) {}
+    void operator()(const torch::autograd::Variable&) override { ++*count; }
+    int* count;
+  };
+  RunMeshRanks(2, [](int, MeshPtr mesh) {
+    Parameters parameters = {Replicated(mesh, "a", {2})};
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const auto sync,
+        GradientSync::Create(mesh, parameters, WithBuckets(64, true)));
+    ASSERT_THAT(sync->Replace(parameters), IsOk());
+
+    int count = 0;
+    parameters.push_back(Replicated(mesh, "b", {2}));
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        parameters[1].parameter, std::make_unique<CountingHook>(&count));
+    EXPECT_THAT(sync->Replace(parameters),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("b has a hook")));
+    parameters[1].parameter.sum().backward();
+    EXPECT_EQ(count, 1);
+    // Another object's is not this one's either.
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const auto other,
+        GradientSync::Create(mesh, {}, WithBuckets(64, true)));
+    EXPECT_THAT(other->Replace({parameters[0]}),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("a has a hook")));
+    parameters[0].parameter.sum().backward();
+    ASSERT_THAT(sync->Sync(), IsOk());
+    EXPECT_EQ(sync->statistics().overlapped_buckets, 1);
   });
 }
 
