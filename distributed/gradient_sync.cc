@@ -392,10 +392,13 @@ class GradientSync::Impl {
   static absl::StatusOr<std::unique_ptr<Impl>> Build(
       std::shared_ptr<const DeviceMesh> mesh,
       absl::Span<const DistributedParameter> parameters,
-      const GradientSyncOptions& options, const Impl* previous);
+      const GradientSyncOptions& options, Impl* previous);
 
   ~Impl() { RemoveHooks(); }
 
+  // Takes over what the next Sync() has to know of `previous`, in whose views
+  // the gradients still are.
+  void Continue(const Impl& previous);
   void Install();
   void RemoveHooks();
 
@@ -447,6 +450,7 @@ class GradientSync::Impl {
   // Whether all ranks answered for their gradients; true on CUDA, where
   // CheckLastStep() has the answer of the step before.
   absl::StatusOr<bool> FinishAll();
+  // After an error this is broken.
   absl::Status CheckLastStep();
   void StartOver();
 
@@ -496,7 +500,7 @@ class GradientSync::Impl::ReadyHook
 absl::StatusOr<std::unique_ptr<GradientSync::Impl>> GradientSync::Impl::Build(
     std::shared_ptr<const DeviceMesh> mesh,
     absl::Span<const DistributedParameter> parameters,
-    const GradientSyncOptions& options, const Impl* previous) {
+    const GradientSyncOptions& options, Impl* previous) {
   if (mesh == nullptr) {
     return absl::InvalidArgumentError(
         "gradients cannot be reduced over a null mesh");
@@ -505,9 +509,12 @@ absl::StatusOr<std::unique_ptr<GradientSync::Impl>> GradientSync::Impl::Build(
   const Parameters reduced = WithReducedGradient(parameters);
 
   absl::Status local_check;
+  if (previous != nullptr && previous->broken_.ok()) {
+    local_check = previous->CheckLastStep();
+  }
   if (options.bucket_bytes < 1) {
-    local_check = absl::InvalidArgumentError(absl::StrCat(
-        "bucket_bytes must be at least 1, got ", options.bucket_bytes));
+    local_check.Update(absl::InvalidArgumentError(absl::StrCat(
+        "bucket_bytes must be at least 1, got ", options.bucket_bytes)));
   }
   for (const DistributedParameter& parameter : reduced) {
     local_check.Update(CheckLiesOn(*mesh, parameter));
@@ -589,6 +596,20 @@ absl::Status GradientSync::Impl::AddReplicatedParts(
   }
   replicated_parts_ = std::move(parts);
   return absl::OkStatus();
+}
+
+void GradientSync::Impl::Continue(const Impl& previous) {
+  no_sync_depth_ = previous.no_sync_depth_;
+  statistics_ = previous.statistics_;
+  std::set<const c10::TensorImpl*> summed;
+  for (const Entry* entry : previous.sums_) {
+    if (entry->is_summed && HasView(*entry)) {
+      summed.insert(entry->parameter.unsafeGetTensorImpl());
+    }
+  }
+  for (Entry* entry : sums_) {
+    entry->is_summed = summed.count(entry->parameter.unsafeGetTensorImpl()) > 0;
+  }
 }
 
 void GradientSync::Impl::Install() {
@@ -760,22 +781,21 @@ absl::StatusOr<bool> GradientSync::Impl::FinishAll() {
 }
 
 absl::Status GradientSync::Impl::CheckLastStep() {
-  absl::Status status;
   bool all_healthy = true;
   for (std::vector<ReductionBucket>* buckets : {&buckets_, &part_buckets_}) {
     for (ReductionBucket& bucket : *buckets) {
       const absl::StatusOr<bool> healthy = bucket.LastFinish();
-      status.Update(healthy.status());
+      broken_.Update(healthy.status());
       all_healthy = all_healthy && healthy.value_or(false);
     }
   }
-  if (status.ok() && !all_healthy) {
-    return absl::FailedPreconditionError(
+  if (!all_healthy) {
+    broken_.Update(absl::FailedPreconditionError(
         absl::StrCat(mesh_->RankString(),
                      ": another rank could not answer for its gradients in the "
-                     "synchronization before this one; its error says why"));
+                     "synchronization before this one; its error says why")));
   }
-  return status;
+  return broken_;
 }
 
 absl::StatusOr<int64_t> GradientSync::Impl::ReduceOnce() {
@@ -807,8 +827,7 @@ absl::StatusOr<int64_t> GradientSync::Impl::Sync() {
     return absl::FailedPreconditionError(absl::StrCat(
         "the gradients can't be reduced after an error: ", broken_.message()));
   }
-  broken_ = CheckLastStep();
-  if (!broken_.ok()) return broken_;
+  LORA_RETURN_IF_ERROR(CheckLastStep());
   // Taken out, so that whatever ends this call early leaves it broken.
   broken_ = absl::UnknownError("an exception");
   absl::Status error = backward_error_;
@@ -902,6 +921,7 @@ absl::Status GradientSync::Replace(
   LORA_ASSIGN_OR_RETURN(
       std::unique_ptr<Impl> impl,
       Impl::Build(impl_->mesh(), parameters, impl_->options(), impl_.get()));
+  impl->Continue(*impl_);
   impl_->RemoveHooks();
   impl->Install();
   impl_ = std::move(impl);

@@ -131,7 +131,8 @@ class GradientSync {
   // requires_grad is another than at Create(): that wants Replace(). The ranks
   // that reduce a gradient with this one then get an error too, unless all of
   // its reductions have started with overlap: then at the next collective.
-  // After any error the gradients are undefined, and all later calls fail.
+  // After any error the gradients are undefined, and all later calls fail until
+  // Replace(), after which ZeroGrad() goes first.
   //
   // On CUDA it queues everything behind the current stream, and the host does
   // not wait for the device. What becomes known there alone is returned by the
@@ -145,7 +146,10 @@ class GradientSync {
   void ZeroGrad();
 
   // Collective. Goes on with another set of parameters, or with the same after
-  // they changed. Errors as in Create(); this object is then as it was.
+  // they changed; gradients, NoSyncScopes and statistics stay. Works after an
+  // error too, as far as the process group does. Errors as in Create(); this
+  // object is then as it was. On CUDA also what the next Sync() would return of
+  // the last one, and this object is then as after that.
   absl::Status Replace(absl::Span<const DistributedParameter> parameters);
 
   // While one lives, backward passes accumulate alone, and start no reduction.

@@ -651,6 +651,75 @@ TEST(GradientSyncTest, ParametersOutliveIt) {
   });
 }
 
+TEST(GradientSyncTest, ReplaceKnowsWhatIsSummed) {
+  RunRanks(2, [](int, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        MeshPtr mesh, DeviceMesh::Create(group, {{"data", 1}, {"tensor", 2}}));
+    Parameters parameters = {Replicated(mesh, "a", {1}),
+                             Replicated(mesh, "b", {1})};
+    for (DistributedParameter& parameter : parameters) {
+      parameter.layout.placements[1] =
+          Placement::Replicate(GradientReduction::kSum);
+    }
+    const auto backward = [&parameters] {
+      (parameters[0].parameter * 3 + parameters[1].parameter).backward();
+    };
+    LORA_ASSERT_OK_AND_ASSIGN(const auto sync,
+                              GradientSync::Create(mesh, {parameters[0]}));
+    backward();
+    ASSERT_THAT(sync->Sync(), IsOk());
+    // One gradient is a sum now, the other is not.
+    ASSERT_THAT(sync->Replace(parameters), IsOk());
+    EXPECT_EQ(sync->statistics().parameters, 1);
+    EXPECT_THAT(sync->Sync(),
+                StatusIs(absl::StatusCode::kFailedPrecondition,
+                         HasSubstr("the gradient of a is a sum over ranks "
+                                   "already")));
+    // It goes on after that error, and from zero.
+    ASSERT_THAT(sync->Replace(parameters), IsOk());
+    sync->ZeroGrad();
+    backward();
+    ASSERT_THAT(sync->Sync(), IsOk());
+    EXPECT_EQ(Gradient(parameters[0]).item<float>(), 6.0f);
+    EXPECT_EQ(Gradient(parameters[1]).item<float>(), 2.0f);
+    // As it does where a sum was replaced by another gradient.
+    for (const DistributedParameter& parameter : parameters) {
+      SetGradient(parameter, at::full({1}, 5.0f));
+    }
+    ASSERT_THAT(sync->Replace(parameters), IsOk());
+    ASSERT_THAT(sync->Sync(), IsOk());
+    EXPECT_EQ(Gradient(parameters[0]).item<float>(), 10.0f);
+  });
+}
+
+TEST(GradientSyncTest, ReplaceKeepsNoSyncScopes) {
+  RunMeshRanks(2, [](int, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "a", {2})};
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const auto sync,
+        GradientSync::Create(mesh, parameters, WithBuckets(64, true)));
+    {
+      const GradientSync::NoSyncScope accumulate(*sync);
+      ASSERT_THAT(sync->Replace(parameters), IsOk());
+      parameters[0].parameter.sum().backward();
+      parameters[0].parameter.sum().backward();
+    }
+    for (int step = 0; step < 2; ++step) {
+      // Inside a scope nothing starts, outside it does.
+      {
+        const GradientSync::NoSyncScope accumulate(*sync);
+        parameters[0].parameter.sum().backward();
+      }
+      parameters[0].parameter.sum().backward();
+      ASSERT_THAT(sync->Sync(), IsOk());
+      EXPECT_EQ(sync->statistics().overlapped_buckets, 1);
+      EXPECT_TRUE(at::equal(Gradient(parameters[0]),
+                            at::full({2}, step == 0 ? 4.0f : 2.0f)));
+      sync->ZeroGrad();
+    }
+  });
+}
+
 // Which a tensor has one of: whose it is keeps it.
 TEST(GradientSyncTest, ReplaceLeavesTheHooksOfOthers) {
   struct CountingHook : torch::autograd::PostAccumulateGradHook {
