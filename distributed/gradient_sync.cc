@@ -730,6 +730,7 @@ absl::Status GradientSync::Impl::Collect(ReductionBucket& bucket) {
 absl::Status GradientSync::Impl::StartNext(absl::Status& error) {
   const size_t index = next_bucket_++;
   ReductionBucket& bucket = buckets_[index];
+  bucket.WaitForStreams();
   error.Update(Collect(bucket));
   const bool divides_on_arrival = DividesOnArrival(bucket);
   if (divides_on_arrival) {

@@ -141,7 +141,6 @@ ReductionBucket::ReductionBucket(size_t index, GradientBucket bucket,
 
 absl::Status ReductionBucket::Start(bool healthy, bool is_divided) {
   RECORD_FUNCTION("trainer_lora::gradient_sync::start", {});
-  WaitForStreams();
   if (!is_divided && divisor_before_ > 1) flat_.div_(divisor_before_);
   if (!reduced_.is_same(flat_)) reduced_.copy_(flat_);
   // The other ranks read the number a step late: until then they see NaN.

@@ -82,9 +82,11 @@ class ReductionBucket {
   // Finish() gave its answer itself, or was not called.
   absl::StatusOr<bool> LastFinish();
 
-  // To be called where a kernel that writes one of the gradients was queued:
-  // Start() makes the current stream wait for the streams of all such calls.
+  // To be called where a kernel that writes one of the gradients was queued.
   void NoteStream();
+  // Makes the current stream wait for the streams of all such calls: before
+  // Start(), and before what else reads or writes the gradients there.
+  void WaitForStreams();
 
   int64_t num_collectives() const {
     return static_cast<int64_t>(reduction_.groups.size());
@@ -96,7 +98,6 @@ class ReductionBucket {
 
  private:
   absl::Status StartStage(size_t stage);
-  void WaitForStreams();
 
   GradientBucket bucket_;
   Reduction reduction_;
