@@ -203,12 +203,13 @@ std::string DeviceMesh::DimsString(absl::Span<const int64_t> dims) const {
 
 absl::Status DeviceMesh::CreateGroups(
     const std::vector<std::vector<int64_t>>& dim_sets) {
+  internal::SubgroupMaker subgroups(*group_);
   for (const std::vector<int64_t>& dims : dim_sets) {
     const std::vector<int64_t> key = KeyOf(dims);
     if (groups_.count(key) != 0) continue;
     const std::vector<int64_t> ranks = RanksOver(key);
     absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> group =
-        internal::CreateSubgroup(*group_, ranks);
+        subgroups.Create(DimsString(key), ranks);
     if (!group.ok()) {
       return absl::Status(
           group.status().code(),

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -65,10 +66,9 @@ absl::StatusOr<Backends> BackendsOf(c10d::ProcessGroup& group) {
   return backends;
 }
 
-// Where the ranks of a new group meet: in a part of the parent's store that is
-// theirs alone.
+// A part of the parent's store that no call before has had on any rank.
 absl::StatusOr<c10::intrusive_ptr<c10d::Store>> NewMeetingPlace(
-    const c10d::ProcessGroup& parent, int64_t first_rank) {
+    const c10d::ProcessGroup& parent) {
   const c10::intrusive_ptr<c10d::Store> store = parent.getStore();
   if (store == nullptr) {
     return absl::FailedPreconditionError(
@@ -79,7 +79,7 @@ absl::StatusOr<c10::intrusive_ptr<c10d::Store>> NewMeetingPlace(
     const int64_t call = store->add(
         absl::StrCat("trainer_lora/subgroup/calls_of/", parent.getRank()), 1);
     return c10::make_intrusive<c10d::PrefixStore>(
-        absl::StrCat("trainer_lora/subgroup/", call, "/", first_rank), store);
+        absl::StrCat("trainer_lora/subgroup/", call), store);
   } catch (const std::exception& exception) {
     return StatusFromException(exception, "the store does not answer");
   }
@@ -100,18 +100,21 @@ std::vector<uint64_t> GlobalRanks(const std::vector<uint64_t>& of_parent,
 
 }  // namespace
 
-absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateSubgroup(
-    c10d::ProcessGroup& parent, const std::vector<int64_t>& ranks) {
-  LORA_ASSIGN_OR_RETURN(const c10::intrusive_ptr<c10d::Store> store,
-                        NewMeetingPlace(parent, ranks.front()));
-  LORA_ASSIGN_OR_RETURN(const Backends backends, BackendsOf(parent));
+absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> SubgroupMaker::Create(
+    const std::string& kind, const std::vector<int64_t>& ranks) {
+  if (place_ == nullptr) {
+    LORA_ASSIGN_OR_RETURN(place_, NewMeetingPlace(parent_));
+  }
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(
+      absl::StrCat(kind, "/", ranks.front()), place_);
+  LORA_ASSIGN_OR_RETURN(const Backends backends, BackendsOf(parent_));
   const int rank = static_cast<int>(
-      std::find(ranks.begin(), ranks.end(), parent.getRank()) - ranks.begin());
+      std::find(ranks.begin(), ranks.end(), parent_.getRank()) - ranks.begin());
   const int size = static_cast<int>(ranks.size());
   // c10d names the ranks of the job in its logs.
   const std::vector<uint64_t> global_ranks =
       GlobalRanks(backends.any->getBackendOptions()->global_ranks_in_group,
-                  parent.getSize(), ranks);
+                  parent_.getSize(), ranks);
 
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
   if (backends.gloo != nullptr) {
@@ -123,7 +126,7 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> CreateSubgroup(
                                 backends.gloo_devices));
   }
   if (backends.has_nccl) {
-    LORA_RETURN_IF_ERROR(AddNcclBackendOf(parent, global_ranks, *group));
+    LORA_RETURN_IF_ERROR(AddNcclBackendOf(parent_, global_ranks, *group));
   }
   return group;
 }

@@ -1,11 +1,14 @@
 #include "distributed/device_mesh.h"
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -17,12 +20,14 @@
 #include "distributed/collectives.h"
 #include "distributed/parameter_layout.h"
 #include "distributed/placement.h"
+#include "distributed/process_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/thread_ranks.h"
 #include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
+#include "torch/csrc/distributed/c10d/PrefixStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Store.hpp"
 #include "torch/csrc/distributed/c10d/Types.hpp"
@@ -35,6 +40,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::RunRanks;
 using ::trainer_lora::testutil::StatusIs;
@@ -382,6 +388,52 @@ TEST(DeviceMeshGridTest, ALengthThatIsWrongEndsInAnError) {
   EXPECT_THAT(DeviceMesh::Create(group, std::vector<MeshDim>{{long_name, 4}}),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        HasSubstr("the ranks must make the same call")));
+}
+
+// A rank's way to the store of its job.
+class RanksStore final : public c10d::PrefixStore {
+ public:
+  explicit RanksStore(c10::intrusive_ptr<c10d::Store> store)
+      : PrefixStore("job", std::move(store)) {}
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    if (fails) throw std::runtime_error("the way is blocked");
+    PrefixStore::set(key, value);
+  }
+  // So that Gloo calls set().
+  bool hasExtendedApi() const override { return false; }
+
+  bool fails = false;
+};
+
+// Rank 3 can't come to its first group. Rank 1 gives up there, 0 and 2 in the
+// second group. Nevertheless they meet when they try again.
+TEST(DeviceMeshGridTest, RanksThatFailedAtDifferentGroupsMeetAgain) {
+  testutil::AllowRanksOnThreads();
+  const auto shared_store = c10::make_intrusive<c10d::HashStore>();
+  std::atomic<int> tried = 0;
+  const auto run_rank = [&](int rank) {
+    const auto store = c10::make_intrusive<RanksStore>(shared_store);
+    ProcessGroupOptions options;
+    options.timeout = std::chrono::seconds(4);
+    options.bind_address = "127.0.0.1";
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const GroupPtr group,
+        CreateGlooProcessGroup(store, rank, /*size=*/4, options));
+    const std::vector<MeshDim> dims = {{"a", 2}, {"b", 2}};
+    store->fails = rank == 3;
+    EXPECT_THAT(DeviceMesh::Create(group, dims), Not(IsOk()));
+    store->fails = false;
+    ++tried;
+    for (int i = 0; i < 1000 && tried < 4; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    LORA_ASSERT_OK_AND_ASSIGN(MeshPtr mesh, DeviceMesh::Create(group, dims));
+    EXPECT_EQ(Members(mesh, mesh->group(0)), 0b101 << rank % 2);
+    EXPECT_EQ(Members(mesh, mesh->group(1)), 0b11 << rank / 2 * 2);
+  };
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 4; ++rank) ranks.emplace_back(run_rank, rank);
+  for (std::thread& rank : ranks) rank.join();
 }
 
 // Several times, as the others then write to connections that are closed, which
