@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "c10/core/Device.h"
 #include "c10/util/intrusive_ptr.h"
+#include "distributed/internal/nccl_subgroup.h"
 #include "distributed/internal/run_collective.h"
 #include "torch/csrc/distributed/c10d/PrefixStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
@@ -63,13 +64,14 @@ absl::Status Connect(c10d::ProcessGroup& group,
             c10::make_intrusive<c10d::PrefixStore>("trainer_lora/nccl",
                                                    group.getStore()),
             group.getRank(), group.getSize(), options, end_process_on_error);
+        backend->setBoundDeviceId(device);
+        if (device.has_value()) backend->eagerConnectSingleDevice(*device);
+        // The group gets what works alone. It passes the device on.
         constexpr auto kNccl = c10d::ProcessGroup::BackendType::NCCL;
-        // The group passes it on to the backend.
         group.setBoundDeviceId(device);
         group.setDefaultBackend(kNccl);
         group.setBackend(at::kCUDA, kNccl,
                          c10::intrusive_ptr<c10d::Backend>(backend));
-        if (device.has_value()) backend->eagerConnectSingleDevice(*device);
       });
 }
 
@@ -83,16 +85,28 @@ absl::Status AddNcclBackend(c10d::ProcessGroup& group, at::Device device,
         "NCCL needs a CUDA device with an index, such as cuda:0, got ",
         device.str()));
   }
+  for (const at::Device& taken : group.getDeviceTypes()) {
+    if (taken.is_cuda()) {
+      return absl::FailedPreconditionError(
+          "the process group has a backend for CUDA already");
+    }
+  }
   const auto nccl_options = Nccl::Options::create(options.high_priority_stream);
   nccl_options->timeout = timeout;
   return Connect(group, device, nccl_options, options.end_process_on_error);
 }
+
+namespace internal {
 
 absl::Status AddNcclBackendOf(c10d::ProcessGroup& parent,
                               const std::vector<uint64_t>& global_ranks,
                               c10d::ProcessGroup& group) {
   const auto backend =
       c10::dynamic_intrusive_pointer_cast<Nccl>(parent.getBackend(at::kCUDA));
+  if (backend == nullptr) {
+    return absl::UnimplementedError(
+        "the process group's backend for CUDA is not c10d's NCCL");
+  }
   const auto* ours = dynamic_cast<const NcclBackend*>(backend.get());
   const auto options =
       c10::make_intrusive<Nccl::Options>(*backend->getOptions());
@@ -101,5 +115,7 @@ absl::Status AddNcclBackendOf(c10d::ProcessGroup& parent,
   return Connect(group, backend->getBoundDeviceId(), options,
                  ours == nullptr || ours->end_process_on_error());
 }
+
+}  // namespace internal
 
 }  // namespace trainer_lora::distributed

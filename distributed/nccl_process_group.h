@@ -24,8 +24,6 @@
 #define TRAINER_LORA_DISTRIBUTED_NCCL_PROCESS_GROUP_H_
 
 #include <chrono>
-#include <cstdint>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "c10/core/Device.h"
@@ -51,24 +49,18 @@ struct NcclOptions {
 // Collective over `group`. Makes NCCL the backend of its CUDA tensors, binds it
 // to `device`, which is this rank's alone, and connects to the other ranks, all
 // before it returns. They meet in the group's store. `timeout` is that of each
-// collective.
+// collective. After an error the group is as it was, but its store is used up:
+// another try needs a group in another one.
 //
 //   kInvalidArgument     `device` is no CUDA device with an index
-//   kFailedPrecondition  this machine has no GPU
+//   kFailedPrecondition  this machine has no GPU, or the group has a backend
+//                        for CUDA already
 //   kUnimplemented       this is a build for CPU
 //   kUnavailable, kDeadlineExceeded  a peer is lost or does not come, or NCCL
 //                        fails, such as for two ranks on one device
 absl::Status AddNcclBackend(c10d::ProcessGroup& group, at::Device device,
                             std::chrono::milliseconds timeout,
                             const NcclOptions& options = {});
-
-// The same for a group of some ranks of `parent`, with the device and options
-// of the NCCL backend that `parent` has. `global_ranks` names the ranks of
-// `group` in c10d's logs. A parent that is bound to no device, as a trainer's
-// own may be, gives a group that connects at its first collective.
-absl::Status AddNcclBackendOf(c10d::ProcessGroup& parent,
-                              const std::vector<uint64_t>& global_ranks,
-                              c10d::ProcessGroup& group);
 
 }  // namespace trainer_lora::distributed
 

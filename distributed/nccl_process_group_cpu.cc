@@ -5,6 +5,7 @@
 
 #include "absl/status/status.h"
 #include "c10/core/Device.h"
+#include "distributed/internal/nccl_subgroup.h"
 #include "distributed/nccl_process_group.h"
 
 namespace trainer_lora::distributed {
@@ -23,9 +24,13 @@ absl::Status AddNcclBackend(c10d::ProcessGroup&, at::Device,
   return NoNccl();
 }
 
+namespace internal {
+
 absl::Status AddNcclBackendOf(c10d::ProcessGroup&, const std::vector<uint64_t>&,
                               c10d::ProcessGroup&) {
   return NoNccl();
 }
+
+}  // namespace internal
 
 }  // namespace trainer_lora::distributed

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -122,6 +123,16 @@ TEST_F(NcclProcessGroupTest, RefusesADeviceWithoutIndex) {
                        HasSubstr("such as cuda:0, got cuda")));
 }
 
+TEST_F(NcclProcessGroupTest, RefusesAGroupThatHasABackendForCuda) {
+  const at::Device device(at::kCUDA, 0);
+  LORA_ASSERT_OK_AND_ASSIGN(GroupPtr group,
+                            Join(config::LaunchEnvironment(), device));
+  EXPECT_THAT(AddNcclBackend(*group, device, std::chrono::seconds(1)),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("has a backend for CUDA already")));
+  CheckSums(group, device);
+}
+
 // Two dimensions where the number of ranks allows it.
 void CheckSubgroups(const GroupPtr& world, const at::Device& device) {
   const int64_t rows = world->getSize() % 2 == 0 ? 2 : 1;
@@ -162,9 +173,17 @@ TEST(NcclProcessGroupRanks, DISABLED_Rank) {
   LORA_ASSERT_OK_AND_ASSIGN(config::LaunchEnvironment environment,
                             config::ReadLaunchEnvironment());
   if (scenario == kOneDevice) {
+    LORA_ASSERT_OK_AND_ASSIGN(GroupPtr group, Join(environment, at::kCPU));
     EXPECT_THAT(
-        Join(environment, at::Device(at::kCUDA, 0)),
+        AddNcclBackend(*group, at::Device(at::kCUDA, 0),
+                       std::chrono::seconds(20)),
         StatusIs(absl::StatusCode::kUnavailable, HasSubstr("Duplicate GPU")));
+    // The group is as it was.
+    EXPECT_EQ(group->getBoundDeviceId(), std::nullopt);
+    EXPECT_THAT(AllReduceOn(*group, at::ones({1}, at::kCUDA)),
+                StatusIs(absl::StatusCode::kFailedPrecondition,
+                         HasSubstr("all-reduce failed")));
+    EXPECT_THAT(AllReduceOn(*group, at::ones({1})), IsOk());
     return;
   }
   LORA_ASSERT_OK_AND_ASSIGN(const at::Device device, GetLocalTorchDevice());
