@@ -9,6 +9,7 @@
 #include <set>
 #include <tuple>
 #include <utility>
+#include <string>
 #include <vector>
 
 #include "ATen/Functions.h"
@@ -279,11 +280,16 @@ absl::Status WriteTensors(const Adapters& adapters,
   return distributed::WriteSafetensors(path, views, {{"format", "pt"}});
 }
 
-absl::StatusOr<internal::AdapterConfig> ReadConfig(const std::string& path) {
+absl::StatusOr<internal::AdapterConfig> ReadConfig(const std::string& path,
+                                                   const Adapters& adapters) {
   LORA_ASSIGN_OR_RETURN(
       const std::string json,
       distributed::internal::ReadFile(path, internal::kMaxAdapterConfigBytes));
-  auto config = internal::AdapterConfig::Parse(json);
+  std::vector<std::string> layer_names;
+  for (const AdapterEntry& layer : adapters.layers) {
+    layer_names.push_back(layer.layer_name);
+  }
+  auto config = internal::AdapterConfig::Parse(json, layer_names);
   if (config.ok()) return config;
   return absl::Status(config.status().code(),
                       absl::StrCat(path, ": ", config.status().message()));
@@ -303,9 +309,10 @@ absl::Status CheckConfig(const internal::AdapterConfig& config,
           model_has_it ? "true" : "false"));
     }
   }
-  for (const auto& [name, options] : adapters.layers) {
-    const double saved_rank = config.RankOf(name);
-    const double saved_alpha = config.AlphaOf(name);
+  for (size_t i = 0; i < adapters.layers.size(); ++i) {
+    const auto& [name, options] = adapters.layers[i];
+    const double saved_rank = config.ranks()[i];
+    const double saved_alpha = config.alphas()[i];
     if (saved_rank == options.rank && saved_alpha == options.alpha) continue;
     return absl::FailedPreconditionError(absl::StrCat(
         path, ": the adapter of ", name, " was saved with rank ", saved_rank,
@@ -436,7 +443,7 @@ absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder,
                                               options.layouts, Purpose::kLoad));
         const std::string config_path = absl::StrCat(folder, "/", kConfigFile);
         LORA_ASSIGN_OR_RETURN(const internal::AdapterConfig config,
-                              ReadConfig(config_path));
+                              ReadConfig(config_path, adapters));
         LORA_RETURN_IF_ERROR(CheckConfig(config, adapters, config_path));
         LORA_ASSIGN_OR_RETURN(const distributed::SafetensorsFile file,
                               distributed::SafetensorsFile::Open(

@@ -1,18 +1,26 @@
 #include "lora/internal/adapter_config.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <map>
-#include <memory>
+#include <numeric>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/match.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "config/internal/message_text.h"
 #include "config/internal/status_macros.h"
+#include "distributed/checkpoint/internal/json_handler.h"
 #include "nlohmann/json.hpp"
 #include "re2/re2.h"
 #include "re2/stringpiece.h"
@@ -20,70 +28,155 @@
 namespace trainer_lora::lora::internal {
 namespace {
 
-// Each becomes a regular expression of some kilobytes.
 constexpr size_t kMaxPatterns = 100'000;
+
+// Of a pattern: its bytes, of which RE2 makes up to ten thousand times as many
+// (\pL is a list of ranges), and its instructions in RE2, far more of which
+// than this would not fit into its cache.
+constexpr size_t kMaxPatternSize = 10'000;
+
+// The instructions of all patterns. A short one can repeat itself a thousand
+// times.
+constexpr int64_t kMaxProgramSize = 10'000'000;
+
+// What is left alone may be nested, but need not be followed without end.
+constexpr size_t kMaxDepth = 64;
 
 // --- Reading -----------------------------------------------------------------
 
 using Json = nlohmann::json;
 
-// A JSON object, and the keys of the objects in it in the order of the text,
-// which Json forgets. (ordered_json takes quadratic time.)
-struct Document {
-  Json root;
-  std::map<std::string, std::vector<std::string>, std::less<>> keys;
+// The entries of a rank_pattern or alpha_pattern, as Python keeps them: of two
+// equal keys the last value, at the place of the first.
+class Patterns {
+ public:
+  // What is no number is an error only if the object counts.
+  using Entry = std::pair<std::string, std::optional<double>>;
+
+  void Set(const std::string& key, std::optional<double> number) {
+    if (IsFull()) return;
+    const auto [place, is_new] = places_.try_emplace(key, entries_.size());
+    if (is_new) {
+      entries_.emplace_back(key, number);
+    } else {
+      entries_[place->second].second = number;
+    }
+  }
+
+  // Whether there are more than may be.
+  bool IsFull() const { return entries_.size() > kMaxPatterns; }
+  const std::vector<Entry>& entries() const { return entries_; }
+
+ private:
+  std::vector<Entry> entries_;
+  std::map<std::string, size_t> places_;  // Indices of entries_.
 };
 
-// The value of `key`; null if there is none.
-const Json& ValueOf(const Document& document, const char* key) {
-  static const auto& null = *new Json(nullptr);
-  const auto found = document.root.find(key);
-  return found == document.root.end() ? null : *found;
-}
+// What a file has under the keys that are read: of two equal ones the last.
+struct Document {
+  // Null if there is none; of an object or array the kind alone.
+  std::map<std::string, Json, std::less<>> values = {
+      {"peft_type", nullptr},
+      {"use_qalora", nullptr},
+      {"use_dora", nullptr},
+      {"use_rslora", nullptr},
+      {"r", nullptr},
+      {"lora_alpha", nullptr},
+      {"rank_pattern", nullptr},
+      {"alpha_pattern", nullptr}};
+  std::map<std::string, Patterns, std::less<>> patterns = {
+      {"rank_pattern", {}}, {"alpha_pattern", {}}};
+};
+
+class ConfigHandler : public distributed::internal::JsonHandler {
+ public:
+  ConfigHandler() : JsonHandler("it") {}
+
+  Document& document() { return document_; }
+
+  bool null() override { return Add(nullptr); }
+  bool boolean(bool value) override { return Add(value); }
+  bool number_integer(int64_t value) override { return Add(value); }
+  bool number_unsigned(uint64_t value) override { return Add(value); }
+  bool number_float(double value, const std::string&) override {
+    return Add(value);
+  }
+  bool string(std::string& value) override { return Add(std::move(value)); }
+
+  bool start_object(size_t) override { return Start(Json::object()); }
+  bool end_object() override { return End(); }
+  bool start_array(size_t) override { return Start(Json::array()); }
+  bool end_array() override { return End(); }
+
+  bool key(std::string& key) override {
+    if (depth_ == 1) {
+      const auto value = document_.values.find(key);
+      value_ = value == document_.values.end() ? nullptr : &value->second;
+      const auto patterns = document_.patterns.find(key);
+      patterns_ =
+          patterns == document_.patterns.end() ? nullptr : &patterns->second;
+    } else if (depth_ == 2) {
+      pattern_ = std::move(key);
+    }
+    return true;
+  }
+
+  bool parse_error(size_t position, const std::string& token,
+                   const Json::exception& error) override {
+    if (dynamic_cast<const Json::out_of_range*>(&error) != nullptr) {
+      return Error("it has a number that is out of range");
+    }
+    return JsonHandler::parse_error(position, token, error);
+  }
+
+ private:
+  bool Add(Json value) {
+    if (depth_ == 0 && !value.is_object()) return Error("not a JSON object");
+    if (depth_ == 1 && value_ != nullptr) {
+      *value_ = std::move(value);
+      if (patterns_ != nullptr) *patterns_ = {};
+    } else if (depth_ == 2 && patterns_ != nullptr && value_->is_object()) {
+      patterns_->Set(pattern_, value.is_number()
+                                   ? std::make_optional(value.get<double>())
+                                   : std::nullopt);
+    }
+    return true;
+  }
+
+  bool Start(Json empty) {
+    if (!Add(std::move(empty))) return false;
+    if (++depth_ <= kMaxDepth) return true;
+    return Error(
+        absl::StrCat("it is nested more than ", kMaxDepth, " levels deep"));
+  }
+
+  bool End() {
+    --depth_;
+    return true;
+  }
+
+  bool Unexpected(absl::string_view) override { return true; }
+
+  Document document_;
+  size_t depth_ = 0;
+  // Those of the current key of the file; null if it is not read.
+  Json* value_ = nullptr;
+  Patterns* patterns_ = nullptr;
+  std::string pattern_;  // The current key of an object in the file.
+};
 
 absl::StatusOr<Document> ParseObject(absl::string_view json) {
   if (json.size() > kMaxAdapterConfigBytes) {
     return absl::DataLossError(absl::StrCat(
         "it is larger than ", kMaxAdapterConfigBytes >> 20, " MiB"));
   }
-  // The parser would skip a byte order mark, and take a zero byte for the end.
-  if (absl::StartsWith(json, "\xef\xbb\xbf")) {
-    return absl::DataLossError("it begins with a byte order mark");
-  }
-  if (const size_t zero = json.find('\0'); zero != json.npos) {
-    return absl::DataLossError(
-        absl::StrCat("it has a zero byte at its byte ", zero));
-  }
-  Document document;
-  // Of the object in the root; null if that is an array.
-  std::vector<std::string>* keys = nullptr;
-  const auto note_key = [&](int depth, Json::parse_event_t event,
-                            const Json& key) {
-    if (event != Json::parse_event_t::key) return true;
-    if (depth == 1) {
-      keys = &document.keys[key.get<std::string>()];
-      keys->clear();  // Of two equal keys the last counts.
-    } else if (depth == 2 && keys != nullptr) {
-      keys->push_back(key.get<std::string>());
-    }
-    return true;
-  };
-  try {
-    document.root = Json::parse(json.begin(), json.end(), note_key);
-  } catch (const Json::parse_error& error) {
-    return absl::DataLossError(
-        absl::StrCat("not valid JSON at its byte ", error.byte));
-  } catch (const Json::exception&) {
-    return absl::DataLossError("it has a number that is out of range");
-  }
-  if (!document.root.is_object()) {
-    return absl::DataLossError("not a JSON object");
-  }
-  return document;
+  ConfigHandler handler;
+  LORA_RETURN_IF_ERROR(handler.Parse(json));
+  return std::move(handler.document());
 }
 
 absl::StatusOr<bool> ReadFlag(const Document& file, const char* key) {
-  const Json& value = ValueOf(file, key);
+  const Json& value = file.values.at(key);
   if (value.is_null()) return false;
   if (value.is_boolean()) return value.get<bool>();
   return absl::DataLossError(absl::StrCat(key, " must be true or false"));
@@ -95,14 +188,58 @@ std::string EntryName(const char* pattern_key, const std::string& key) {
                       config::Printable(config::Shorten(key, 200)));
 }
 
-absl::StatusOr<std::unique_ptr<const RE2>> CompilePattern(
-    const char* pattern_key, const std::string& key) {
-  auto pattern = std::make_unique<const RE2>(
-      absl::StrCat("(?:.*\\.)?(?:", key, ")"), RE2::Quiet);
-  if (pattern->ok()) return pattern;
-  return absl::FailedPreconditionError(
-      absl::StrCat("the pattern ", EntryName(pattern_key, key),
-                   " is not supported: ", config::Printable(pattern->error())));
+// The numbers of layers, as PEFT resolves them. One pattern after the other:
+// each takes memory when it matches. `program_size` is that of the patterns so
+// far.
+absl::StatusOr<std::vector<double>> ReadNumbers(
+    const Document& file, const char* common_key, const char* pattern_key,
+    absl::Span<const std::string> layer_names, int64_t& program_size) {
+  const Json& common = file.values.at(common_key);
+  if (!common.is_number()) {
+    return absl::DataLossError(absl::StrCat(common_key, " must be a number"));
+  }
+  std::vector<double> numbers(layer_names.size(), common.get<double>());
+  const Json& value = file.values.at(pattern_key);
+  if (!value.is_null() && !value.is_object()) {
+    return absl::DataLossError(absl::StrCat(pattern_key, " must be an object"));
+  }
+  const Patterns& patterns = file.patterns.at(pattern_key);
+  if (patterns.IsFull()) {
+    return absl::DataLossError(absl::StrCat(pattern_key, " has more than ",
+                                            kMaxPatterns, " patterns"));
+  }
+  std::vector<size_t> unmatched(layer_names.size());
+  std::iota(unmatched.begin(), unmatched.end(), 0);
+  for (const auto& [key, number] : patterns.entries()) {
+    if (!number.has_value()) {
+      return absl::DataLossError(
+          absl::StrCat(EntryName(pattern_key, key), " must be a number"));
+    }
+    const auto error = [&, &key = key](absl::string_view what) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "the pattern ", EntryName(pattern_key, key), " is ", what));
+    };
+    if (key.size() > kMaxPatternSize) return error("too long");
+    const RE2 pattern(absl::StrCat("(?:.*\\.)?(?:", key, ")"), RE2::Quiet);
+    if (!pattern.ok()) {
+      return error(
+          absl::StrCat("not supported: ", config::Printable(pattern.error())));
+    }
+    program_size += pattern.ProgramSize();
+    if (pattern.ProgramSize() > kMaxPatternSize) return error("too complex");
+    if (program_size > kMaxProgramSize) {
+      return error("too complex, together with those before it");
+    }
+    const auto take = [&, &number = number](size_t layer) {
+      const re2::StringPiece name(layer_names[layer]);
+      if (!RE2::FullMatch(name, pattern)) return false;
+      numbers[layer] = *number;
+      return true;
+    };
+    unmatched.erase(std::remove_if(unmatched.begin(), unmatched.end(), take),
+                    unmatched.end());
+  }
+  return numbers;
 }
 
 // --- Writing -----------------------------------------------------------------
@@ -158,56 +295,10 @@ OrderedJson StringOrNull(const std::string& text) {
 
 }  // namespace
 
-// The numbers of one kind, as PEFT resolves them.
-struct AdapterConfig::PerLayerNumber {
-  static absl::StatusOr<PerLayerNumber> Read(const Document& file,
-                                             const char* common_key,
-                                             const char* pattern_key) {
-    PerLayerNumber number;
-    const Json& common = ValueOf(file, common_key);
-    if (!common.is_number()) {
-      return absl::DataLossError(absl::StrCat(common_key, " must be a number"));
-    }
-    number.common = common.get<double>();
-    const Json& entries = ValueOf(file, pattern_key);
-    if (entries.is_null()) return number;
-    if (!entries.is_object()) {
-      return absl::DataLossError(
-          absl::StrCat(pattern_key, " must be an object"));
-    }
-    const auto& keys = file.keys.find(pattern_key)->second;
-    if (keys.size() > kMaxPatterns) {
-      return absl::DataLossError(absl::StrCat(pattern_key, " has more than ",
-                                              kMaxPatterns, " patterns"));
-    }
-    for (const std::string& key : keys) {
-      const Json& value = entries.at(key);
-      if (!value.is_number()) {
-        return absl::DataLossError(
-            absl::StrCat(EntryName(pattern_key, key), " must be a number"));
-      }
-      LORA_ASSIGN_OR_RETURN(std::unique_ptr<const RE2> pattern,
-                            CompilePattern(pattern_key, key));
-      number.patterns.emplace_back(std::move(pattern), value.get<double>());
-    }
-    return number;
-  }
-
-  double For(absl::string_view layer_name) const {
-    const re2::StringPiece name(layer_name.data(), layer_name.size());
-    for (const auto& [pattern, value] : patterns) {
-      if (RE2::FullMatch(name, *pattern)) return value;
-    }
-    return common;
-  }
-
-  double common = 0;
-  std::vector<std::pair<std::unique_ptr<const RE2>, double>> patterns;
-};
-
-absl::StatusOr<AdapterConfig> AdapterConfig::Parse(absl::string_view json) {
+absl::StatusOr<AdapterConfig> AdapterConfig::Parse(
+    absl::string_view json, absl::Span<const std::string> layer_names) {
   LORA_ASSIGN_OR_RETURN(const Document file, ParseObject(json));
-  if (ValueOf(file, "peft_type") != "LORA") {
+  if (file.values.at("peft_type") != "LORA") {
     return absl::FailedPreconditionError("peft_type is not LORA");
   }
   LORA_ASSIGN_OR_RETURN(const bool use_qalora, ReadFlag(file, "use_qalora"));
@@ -217,22 +308,13 @@ absl::StatusOr<AdapterConfig> AdapterConfig::Parse(absl::string_view json) {
   AdapterConfig config;
   LORA_ASSIGN_OR_RETURN(config.use_dora_, ReadFlag(file, "use_dora"));
   LORA_ASSIGN_OR_RETURN(config.use_rslora_, ReadFlag(file, "use_rslora"));
-  LORA_ASSIGN_OR_RETURN(PerLayerNumber rank,
-                        PerLayerNumber::Read(file, "r", "rank_pattern"));
-  LORA_ASSIGN_OR_RETURN(
-      PerLayerNumber alpha,
-      PerLayerNumber::Read(file, "lora_alpha", "alpha_pattern"));
-  config.rank_ = std::make_shared<const PerLayerNumber>(std::move(rank));
-  config.alpha_ = std::make_shared<const PerLayerNumber>(std::move(alpha));
+  int64_t program_size = 0;
+  LORA_ASSIGN_OR_RETURN(config.ranks_, ReadNumbers(file, "r", "rank_pattern",
+                                                   layer_names, program_size));
+  LORA_ASSIGN_OR_RETURN(config.alphas_,
+                        ReadNumbers(file, "lora_alpha", "alpha_pattern",
+                                    layer_names, program_size));
   return config;
-}
-
-double AdapterConfig::RankOf(absl::string_view layer_name) const {
-  return rank_->For(layer_name);
-}
-
-double AdapterConfig::AlphaOf(absl::string_view layer_name) const {
-  return alpha_->For(layer_name);
 }
 
 absl::StatusOr<std::string> AdapterConfigJson(

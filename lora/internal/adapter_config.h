@@ -2,8 +2,8 @@
 // is: the part of it that is read, and all that is written.
 //
 //   LORA_ASSIGN_OR_RETURN(const AdapterConfig config,
-//                         AdapterConfig::Parse(json));
-//   config.RankOf("blocks.0.to_q");  // By r and rank_pattern
+//                         AdapterConfig::Parse(json, {"blocks.0.to_q"}));
+//   config.ranks()[0];  // By r and rank_pattern
 //   LORA_ASSIGN_OR_RETURN(
 //       const std::string text,
 //       AdapterConfigJson({{{"blocks.0.to_q", /*rank=*/16, /*alpha=*/32}}}));
@@ -12,12 +12,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "config/lora_config.h"
 
 namespace trainer_lora::lora::internal {
@@ -25,33 +25,34 @@ namespace trainer_lora::lora::internal {
 // Far more than patterns for thousands of layers take.
 inline constexpr size_t kMaxAdapterConfigBytes = 16 << 20;
 
-// What a file says that a model must agree with. An immutable value; cheap to
-// copy.
+// What a file says that a model must agree with. An immutable value.
 class AdapterConfig {
  public:
-  // Of two equal keys the last counts, as in Python; keys that are not read may
-  // have any value.
+  // For a model that has adapters in these layers. Of two equal keys the last
+  // counts, as in Python; keys that are not read may have any value, nested at
+  // most 64 levels deep.
   // kDataLoss if `json` is too long, no JSON object in UTF-8, or has a value of
   // another type than PEFT's; kFailedPrecondition for an adapter that is not
   // LoRA or of a kind that this library lacks, and for a pattern that it can't
-  // match. Messages don't name the file.
-  static absl::StatusOr<AdapterConfig> Parse(absl::string_view json);
+  // match, or that is too complex together with those before it. Messages
+  // don't name the file.
+  static absl::StatusOr<AdapterConfig> Parse(
+      absl::string_view json, absl::Span<const std::string> layer_names);
 
-  // PEFT's numbers for a layer: that of the first pattern, in the file's order,
-  // that matches at the end of the layer's name, else that of all layers.
-  double RankOf(absl::string_view layer_name) const;
-  double AlphaOf(absl::string_view layer_name) const;
+  // PEFT's numbers, one a layer: that of the first pattern, in the file's
+  // order, that matches at the end of the layer's name, else that of all
+  // layers.
+  const std::vector<double>& ranks() const { return ranks_; }
+  const std::vector<double>& alphas() const { return alphas_; }
 
   bool use_dora() const { return use_dora_; }
   bool use_rslora() const { return use_rslora_; }
 
  private:
-  struct PerLayerNumber;
-
   AdapterConfig() = default;
 
-  std::shared_ptr<const PerLayerNumber> rank_;
-  std::shared_ptr<const PerLayerNumber> alpha_;
+  std::vector<double> ranks_;
+  std::vector<double> alphas_;
   bool use_dora_ = false;
   bool use_rslora_ = false;
 };

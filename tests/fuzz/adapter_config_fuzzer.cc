@@ -40,28 +40,35 @@ void CheckReadsBack(const AdapterDescription& description) {
     FUZZ_CHECK(IsLine(json.status().message()));
     return;
   }
-  const absl::StatusOr<AdapterConfig> again = AdapterConfig::Parse(*json);
+  std::vector<std::string> names;
+  for (const AdapterLayer& layer : description.layers) {
+    names.push_back(layer.name);
+  }
+  const absl::StatusOr<AdapterConfig> again =
+      AdapterConfig::Parse(*json, names);
   FUZZ_CHECK(again.ok()) << again.status() << " in\n" << *json;
   FUZZ_CHECK(again->use_dora() == description.use_dora);
   FUZZ_CHECK(again->use_rslora() == description.use_rslora);
-  for (const AdapterLayer& layer : description.layers) {
-    FUZZ_CHECK(again->RankOf(layer.name) == layer.rank &&
-               again->AlphaOf(layer.name) == layer.alpha)
-        << layer.name << " in\n"
+  for (size_t i = 0; i < names.size(); ++i) {
+    FUZZ_CHECK(again->ranks()[i] == description.layers[i].rank &&
+               again->alphas()[i] == description.layers[i].alpha)
+        << names[i] << " in\n"
         << *json;
   }
 }
 
 void TestConfig(const std::vector<std::string>& names, absl::string_view json) {
-  const absl::StatusOr<AdapterConfig> config = AdapterConfig::Parse(json);
+  const absl::StatusOr<AdapterConfig> config =
+      AdapterConfig::Parse(json, names);
   if (!config.ok()) return CheckError(config.status());
   AdapterDescription description;
   description.use_dora = config->use_dora();
   description.use_rslora = config->use_rslora();
   std::set<std::string> seen;
-  for (const std::string& name : names) {
-    const double rank = config->RankOf(name);
-    const double alpha = config->AlphaOf(name);
+  for (size_t i = 0; i < names.size(); ++i) {
+    const std::string& name = names[i];
+    const double rank = config->ranks()[i];
+    const double alpha = config->alphas()[i];
     FUZZ_CHECK(std::isfinite(rank) && std::isfinite(alpha)) << name;
     // A model has neither two layers of one name nor others than these.
     if (seen.insert(name).second && rank >= 1 && rank <= INT32_MAX &&

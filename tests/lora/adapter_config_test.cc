@@ -1,10 +1,14 @@
 #include "lora/internal/adapter_config.h"
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "config/lora_config.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -14,7 +18,11 @@
 namespace trainer_lora::lora::internal {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::StatusIs;
 
 // A file of these entries beside the ones that it must have.
@@ -25,26 +33,23 @@ std::string With(const std::string& entries) {
 
 TEST(AdapterConfigTest, ReadsNumbersAndKindsOfAdapters) {
   LORA_ASSERT_OK_AND_ASSIGN(const AdapterConfig plain,
-                            AdapterConfig::Parse(With("")));
-  EXPECT_EQ(plain.RankOf("to_q"), 8);
-  EXPECT_EQ(plain.AlphaOf("to_q"), 16);
+                            AdapterConfig::Parse(With(""), {"to_q", "to_k"}));
+  EXPECT_THAT(plain.ranks(), ElementsAre(8, 8));
+  EXPECT_THAT(plain.alphas(), ElementsAre(16, 16));
   EXPECT_FALSE(plain.use_dora());
   EXPECT_FALSE(plain.use_rslora());
 
   LORA_ASSERT_OK_AND_ASSIGN(
       const AdapterConfig variants,
       AdapterConfig::Parse(
-          With(R"("use_dora": true, "use_rslora": true, "use_qalora": null)")));
+          With(R"("use_dora": true, "use_rslora": true, "use_qalora": null)"),
+          {}));
   EXPECT_TRUE(variants.use_dora());
   EXPECT_TRUE(variants.use_rslora());
 }
 
 // Python's re.match(rf"(.*\.)?({pattern})$", name), of the first that matches.
 TEST(AdapterConfigTest, PatternsMatchAtTheEndOfANameAsInPeft) {
-  LORA_ASSERT_OK_AND_ASSIGN(
-      const AdapterConfig config,
-      AdapterConfig::Parse(With(
-          R"("rank_pattern": {"to_q": 1, "^to_[vw]": 2, "a\\.0|b": 3, ".*_k": 4})")));
   struct Case {
     std::string name;
     double rank;
@@ -54,19 +59,114 @@ TEST(AdapterConfigTest, PatternsMatchAtTheEndOfANameAsInPeft) {
       {"to_v", 2}, {"blocks.0.to_v", 8}, {"x.a.0", 3},  {"x.b", 3},
       {"a.00", 8}, {"x.y.to_k", 4},      {"", 8},
   };
-  for (const Case& c : cases) {
-    EXPECT_EQ(config.RankOf(c.name), c.rank) << c.name;
-    EXPECT_EQ(config.AlphaOf(c.name), 16) << c.name;
-  }
-}
-
-TEST(AdapterConfigTest, OfTwoEqualKeysTheLastCountsAsInPython) {
+  std::vector<std::string> names;
+  for (const Case& c : cases) names.push_back(c.name);
   LORA_ASSERT_OK_AND_ASSIGN(
       const AdapterConfig config,
       AdapterConfig::Parse(
-          With(R"("r": 2, "alpha_pattern": {"a": 1, "a": 3})")));
-  EXPECT_EQ(config.RankOf("a"), 2);
-  EXPECT_EQ(config.AlphaOf("a"), 3);
+          With(
+              R"("rank_pattern": {"to_q": 1, "^to_[vw]": 2, "a\\.0|b": 3, ".*_k": 4})"),
+          names));
+  ASSERT_EQ(config.ranks().size(), names.size());
+  for (size_t i = 0; i < names.size(); ++i) {
+    EXPECT_EQ(config.ranks()[i], cases[i].rank) << names[i];
+  }
+  EXPECT_THAT(config.alphas(), Each(16));
+}
+
+// A dict keeps the last value at the place of the first.
+TEST(AdapterConfigTest, OfTwoEqualKeysTheLastCountsAsInPython) {
+  LORA_ASSERT_OK_AND_ASSIGN(const AdapterConfig config,
+                            AdapterConfig::Parse(With(R"("r": "x", "r": 2,
+          "rank_pattern": {"(": 5}, "rank_pattern": null,
+          "alpha_pattern": {"a": 9}, "alpha_pattern": [],
+          "alpha_pattern": {"a": {"a": 1}, "[ab]": 4, "a": 3})"),
+                                                 {"a", "b"}));
+  EXPECT_THAT(config.ranks(), ElementsAre(2, 2));
+  EXPECT_THAT(config.alphas(), ElementsAre(3, 4));
+}
+
+// `count` times `text`, with commas between them.
+std::string Repeat(const std::string& text, int count) {
+  return absl::StrJoin(std::vector<std::string>(count, text), ",");
+}
+
+// A DOM with a callback took a time quadratic in them: minutes.
+TEST(AdapterConfigTest, LeavesManyValuesOutInNoTime) {
+  constexpr int kCount = 350'000;
+  const absl::Time start = absl::Now();
+  for (const std::string& value :
+       {absl::StrCat("[", Repeat("{}", kCount), "]"),
+        absl::StrCat("[", Repeat("[]", kCount), "]"),
+        absl::StrCat("{", Repeat(R"("":{})", kCount), "}")}) {
+    for (const std::string key : {"other", "rank_pattern"}) {
+      const std::string json = With(
+          absl::StrCat("\"", key, "\": ", value, R"(, "rank_pattern": {})"));
+      LORA_ASSERT_OK_AND_ASSIGN(const AdapterConfig config,
+                                AdapterConfig::Parse(json, {"q"}));
+      EXPECT_THAT(config.ranks(), ElementsAre(8));
+    }
+  }
+  EXPECT_LT(absl::Now() - start, absl::Seconds(20));
+}
+
+TEST(AdapterConfigTest, FollowsNestedValuesSixtyFourLevelsDeep) {
+  const auto nested = [](int depth) {
+    return With(absl::StrCat(R"("other": )", std::string(depth, '['),
+                             std::string(depth, ']')));
+  };
+  EXPECT_THAT(AdapterConfig::Parse(nested(63), {}), IsOk());
+  const auto too_deep = StatusIs(absl::StatusCode::kDataLoss,
+                                 HasSubstr("nested more than 64 levels deep"));
+  EXPECT_THAT(AdapterConfig::Parse(nested(64), {}), too_deep);
+  EXPECT_THAT(
+      AdapterConfig::Parse(With(R"("other": )") + std::string(1 << 20, '['),
+                           {}),
+      StatusIs(absl::StatusCode::kDataLoss, HasSubstr("not valid JSON")));
+  for (const std::string key : {"other", "rank_pattern", "r"}) {
+    EXPECT_THAT(
+        AdapterConfig::Parse(
+            absl::StrCat("{\"", key, "\": ", std::string(1 << 20, '[')), {}),
+        too_deep);
+  }
+}
+
+// Ten bytes can make a thousand instructions.
+TEST(AdapterConfigTest, LimitsWhatThePatternsTakeTogether) {
+  const auto patterns = [](int count) {
+    std::string entries;
+    for (int i = 0; i < count; ++i) {
+      absl::StrAppend(&entries, i == 0 ? "" : ", ", "\"", i, ".{1000}\": 0");
+    }
+    return absl::StrCat("{", entries, "}");
+  };
+  EXPECT_THAT(
+      AdapterConfig::Parse(With(R"("rank_pattern": )" + patterns(500)), {"q"}),
+      IsOk());
+  EXPECT_THAT(
+      AdapterConfig::Parse(
+          With(absl::StrCat(R"("rank_pattern": )", patterns(500),
+                            R"(, "alpha_pattern": )", patterns(10'000))),
+          {"q"}),
+      StatusIs(absl::StatusCode::kFailedPrecondition,
+               AllOf(HasSubstr("the pattern alpha_pattern."),
+                     HasSubstr("too complex, together with those before"))));
+}
+
+TEST(AdapterConfigTest, LimitsWhatAPatternTakes) {
+  const auto parse = [](const std::string& pattern) {
+    return AdapterConfig::Parse(
+        With(absl::StrCat(R"("rank_pattern": {")", pattern, R"(": 1})")),
+        {"q"});
+  };
+  EXPECT_THAT(parse(std::string(9'900, 'x')), IsOk());
+  EXPECT_THAT(parse("(?:abcdefghi){1000}"), IsOk());
+  EXPECT_THAT(parse(std::string(10'001, 'x')),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("is too long")));
+  EXPECT_THAT(parse("(?:abcdefghijk){1000}"),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("is too complex")));
 }
 
 TEST(AdapterConfigTest, RefusesWithWhatIsWrong) {
@@ -115,7 +215,7 @@ TEST(AdapterConfigTest, RefusesWithWhatIsWrong) {
        "the pattern rank_pattern.(?=a) is not supported"},
   };
   for (const Case& c : cases) {
-    EXPECT_THAT(AdapterConfig::Parse(c.json),
+    EXPECT_THAT(AdapterConfig::Parse(c.json, {"a"}),
                 StatusIs(c.code, HasSubstr(c.message)))
         << c.json.substr(0, 100);
   }
@@ -150,11 +250,16 @@ TEST(AdapterConfigTest, ReadsBackTheNumbersOfEachLayer) {
   };
   LORA_ASSERT_OK_AND_ASSIGN(const std::string json,
                             AdapterConfigJson(description));
-  LORA_ASSERT_OK_AND_ASSIGN(const AdapterConfig config,
-                            AdapterConfig::Parse(json));
+  std::vector<std::string> names;
   for (const AdapterLayer& layer : description.layers) {
-    EXPECT_EQ(config.RankOf(layer.name), layer.rank) << layer.name;
-    EXPECT_EQ(config.AlphaOf(layer.name), layer.alpha) << layer.name;
+    names.push_back(layer.name);
+  }
+  LORA_ASSERT_OK_AND_ASSIGN(const AdapterConfig config,
+                            AdapterConfig::Parse(json, names));
+  ASSERT_EQ(config.ranks().size(), names.size());
+  for (size_t i = 0; i < names.size(); ++i) {
+    EXPECT_EQ(config.ranks()[i], description.layers[i].rank) << names[i];
+    EXPECT_EQ(config.alphas()[i], description.layers[i].alpha) << names[i];
   }
 }
 
