@@ -24,10 +24,14 @@ constexpr char kWeightMap[] = "weight_map";
 // What is left alone may be nested, but need not be followed without end.
 constexpr size_t kMaxDepth = 64;
 
-// Whether `name` can't lead out of its folder.
+// Linux's limit.
+constexpr size_t kMaxFileName = 255;
+
+// Whether `name` can't lead out of its folder, and can be a file's.
 bool IsPlainFileName(absl::string_view name) {
-  return !name.empty() && name != "." && name != ".." &&
-         name.find('/') == name.npos && name.find('\0') == name.npos;
+  return !name.empty() && name.size() <= kMaxFileName && name != "." &&
+         name != ".." && name.find('/') == name.npos &&
+         name.find('\0') == name.npos;
 }
 
 std::string FileNameError(absl::string_view tensor, absl::string_view file) {

@@ -31,7 +31,8 @@ struct SafetensorsIndex {
 // other entries, nor of a total_size that is no integer. kDataLoss, with the
 // tensor and what is wrong, if it is too long, no JSON object in UTF-8, nested
 // more than 64 levels deep, or names no tensor, a tensor twice, or a file that
-// is not just a name. Takes less than 12 times the memory of `json`.
+// is not just a name, of at most 255 bytes. Takes less than 12 times the memory
+// of `json`.
 absl::StatusOr<SafetensorsIndex> ParseSafetensorsIndex(absl::string_view json);
 
 // The text of `index`, byte for byte as the Python libraries write it: keys

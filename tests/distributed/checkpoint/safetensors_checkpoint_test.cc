@@ -366,6 +366,8 @@ TEST_P(BrokenIndexTest, IsDataLossThatSaysWhere) {
   WriteBytes(index_, GetParam().json);
   EXPECT_THAT(
       SafetensorsCheckpoint::Open(index_),
+      {"LongFileName", entry("\"" + std::string(256, 'f') + "\""),
+       "beside the index, got \"fff"},
       StatusIs(absl::StatusCode::kDataLoss,
                AllOf(HasSubstr(index_), HasSubstr(GetParam().message))));
 }
@@ -435,8 +437,13 @@ TEST(SafetensorsIndexTest, WritesTheBytesOfThePythonLibraries) {
 
 TEST(SafetensorsIndexTest, RefusesToWriteWhatItWouldNotRead) {
   const std::map<std::string, std::string> cases[] = {
-      {},          {{"t", "a/f"}},  {{"t", ".."}},
-      {{"t", ""}}, {{"\xff", "f"}}, {{"t", "\xff"}}};
+      {},
+      {{"t", "a/f"}},
+      {{"t", ".."}},
+      {{"t", ""}},
+      {{"\xff", "f"}},
+      {{"t", "\xff"}},
+      {{"t", std::string(256, 'f')}}};
   for (const auto& weight_map : cases) {
     EXPECT_THAT(SafetensorsIndexJson({weight_map, std::nullopt}),
                 StatusIs(absl::StatusCode::kInvalidArgument, Not(IsEmpty())));
