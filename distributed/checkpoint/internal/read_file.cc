@@ -1,11 +1,13 @@
 #include "distributed/checkpoint/internal/read_file.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <filesystem>
-#include <fstream>
 #include <string>
-#include <system_error>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -13,30 +15,45 @@
 
 namespace trainer_lora::distributed::internal {
 
-namespace fs = std::filesystem;
+namespace {
 
-absl::StatusOr<std::string> ReadFile(const std::string& path,
+absl::StatusOr<std::string> ReadOpen(int descriptor, const std::string& path,
                                      uint64_t max_bytes) {
-  std::error_code error;
-  const fs::file_status status = fs::status(path, error);
-  if (!fs::exists(status)) return absl::ErrnoToStatus(error.value(), path);
-  // Opening a pipe would wait for somebody to write to it.
-  if (!fs::is_regular_file(status)) {
+  struct stat file_status;
+  if (fstat(descriptor, &file_status) != 0) {
+    return absl::ErrnoToStatus(errno, path);
+  }
+  if (!S_ISREG(file_status.st_mode)) {
     return absl::InvalidArgumentError(
         absl::StrCat(path, " is not a regular file"));
   }
-  const uintmax_t size = fs::file_size(path, error);
-  if (error) return absl::ErrnoToStatus(error.value(), path);
+  const uint64_t size = file_status.st_size;
   // Before anything of this size is allocated.
   if (size > max_bytes) {
     return absl::DataLossError(
         absl::StrCat(path, ": it has ", size, " bytes, more than ", max_bytes));
   }
-  std::string bytes(static_cast<size_t>(size), '\0');
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream.read(&bytes[0], static_cast<std::streamsize>(bytes.size()))) {
-    return absl::DataLossError(absl::StrCat(path, ": reading it failed"));
+  std::string bytes(size, '\0');
+  for (size_t i = 0; i < bytes.size();) {
+    const ssize_t count = read(descriptor, &bytes[i], bytes.size() - i);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) {
+      return absl::DataLossError(absl::StrCat(path, ": reading it failed"));
+    }
+    i += count;
   }
+  return bytes;
+}
+
+}  // namespace
+
+absl::StatusOr<std::string> ReadFile(const std::string& path,
+                                     uint64_t max_bytes) {
+  // Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor < 0) return absl::ErrnoToStatus(errno, path);
+  absl::StatusOr<std::string> bytes = ReadOpen(descriptor, path, max_bytes);
+  close(descriptor);
   return bytes;
 }
 

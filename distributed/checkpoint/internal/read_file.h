@@ -15,7 +15,7 @@ namespace trainer_lora::distributed::internal {
 // The bytes of the file at `path`. Messages begin with the path.
 //   kInvalidArgument  it is no regular file; a pipe is not waited for
 //   kDataLoss         it has more than `max_bytes`, or reading fails
-//   that of errno     it can't be opened, such as kNotFound
+//   that of errno     it can't be opened, such as kNotFound, kPermissionDenied
 absl::StatusOr<std::string> ReadFile(const std::string& path,
                                      uint64_t max_bytes);
 

@@ -1,7 +1,9 @@
 #include "distributed/checkpoint/safetensors_checkpoint.h"
 
+#include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <filesystem>
 #include <limits>
@@ -277,6 +279,26 @@ TEST_F(SafetensorsCheckpointTest, RefusesAnIndexThatIsNoFileWithoutWaiting) {
                        HasSubstr("not a regular file")));
 }
 
+TEST_F(SafetensorsCheckpointTest, SaysWhyAnIndexCannotBeOpened) {
+  fs::create_symlink(index_, index_);
+  EXPECT_THAT(
+      SafetensorsCheckpoint::Open(index_),
+      StatusIs(absl::ErrnoToStatus(ELOOP, "").code(), HasSubstr(index_)));
+  fs::remove(index_);
+  WriteTwoFiles();
+  // That no further file may be opened: for a test, what permissions are to
+  // those who are not root.
+  rlimit before;
+  getrlimit(RLIMIT_NOFILE, &before);
+  rlimit limit = before;
+  limit.rlim_cur = 0;
+  setrlimit(RLIMIT_NOFILE, &limit);
+  const absl::Status status = SafetensorsCheckpoint::Open(index_).status();
+  setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_THAT(status, StatusIs(absl::StatusCode::kResourceExhausted,
+                               HasSubstr(index_)));
+}
+
 TEST_F(SafetensorsCheckpointTest, RefusesAHugeIndexBeforeReadingIt) {
   // A sparse file: it has the bytes, but takes none.
   WriteBytes(index_, "{");
@@ -344,6 +366,8 @@ std::vector<BrokenIndex> BrokenIndices() {
       {"FileAbove", entry("\"../f\""), "beside the index"},
       {"TheFolder", entry("\".\""), "beside the index"},
       {"TheFolderAbove", entry("\"..\""), "beside the index"},
+      {"LongFileName", entry("\"" + std::string(256, 'f') + "\""),
+       "beside the index, got \"fff"},
       {"FileNameWithAZeroByte", entry("\"f\\u0000g\""), "beside the index"},
       {"DeepArrays", "{\"x\":" + std::string(1000000, '['),
        "nested more than 64 levels deep"},
@@ -366,8 +390,6 @@ TEST_P(BrokenIndexTest, IsDataLossThatSaysWhere) {
   WriteBytes(index_, GetParam().json);
   EXPECT_THAT(
       SafetensorsCheckpoint::Open(index_),
-      {"LongFileName", entry("\"" + std::string(256, 'f') + "\""),
-       "beside the index, got \"fff"},
       StatusIs(absl::StatusCode::kDataLoss,
                AllOf(HasSubstr(index_), HasSubstr(GetParam().message))));
 }
