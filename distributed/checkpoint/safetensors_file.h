@@ -143,11 +143,12 @@ struct TensorView {
 
 // Writes `path`, byte for byte as the Python library does (which shuffles the
 // metadata, where here it is sorted by key). The file appears, or is replaced,
-// whole: after an error what was there before is there still, and nothing else.
-// kInvalidArgument if two tensors have one name or share memory (the error
-// names both), if a shape is negative, too large or ends inside a byte, or if a
-// name is not UTF-8. Tensors that are not in memory all at once:
-// distributed/checkpoint/safetensors_writer.h.
+// whole: after an error what was there before is there still, and nothing else;
+// but if the last step fails, flushing the folder, the new file is there, and a
+// loss of power may bring the old one back. kInvalidArgument if two tensors
+// have one name or share memory (the error names both), if a shape is negative,
+// too large or ends inside a byte, or if a name is not UTF-8. Tensors that are
+// not in memory all at once: distributed/checkpoint/safetensors_writer.h.
 absl::Status WriteSafetensors(
     const std::string& path, absl::Span<const TensorView> tensors,
     const std::map<std::string, std::string>& metadata);

@@ -216,11 +216,24 @@ class SafetensorsWriter::TemporaryFile {
     if (close(std::exchange(descriptor_, -1)) != 0) {
       return FileError("closing", path_);
     }
+    // Before the rename, which nothing undoes.
+    const std::string folder = Folder(target);
+    const int folder_descriptor =
+        open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder_descriptor < 0) return FileError("opening", folder);
+    absl::Status status;
     if (rename(path_.c_str(), target.c_str()) != 0) {
-      return FileError("replacing", target);
+      status = FileError("replacing", target);
+    } else {
+      path_.clear();
+      // So that the rename outlives a loss of power. EINVAL: a file system that
+      // does not flush folders.
+      if (fsync(folder_descriptor) != 0 && errno != EINVAL) {
+        status = FileError("flushing", folder);
+      }
     }
-    path_.clear();
-    return FlushFolder(Folder(target));
+    close(folder_descriptor);
+    return status;
   }
 
  private:
@@ -231,20 +244,6 @@ class SafetensorsWriter::TemporaryFile {
     const size_t slash = path.rfind('/');
     if (slash == std::string::npos) return ".";
     return slash == 0 ? "/" : path.substr(0, slash);
-  }
-
-  // So that the rename outlives a loss of power.
-  static absl::Status FlushFolder(const std::string& folder) {
-    const int descriptor =
-        open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (descriptor < 0) return FileError("opening", folder);
-    // EINVAL: a file system that does not flush folders.
-    absl::Status status;
-    if (fsync(descriptor) != 0 && errno != EINVAL) {
-      status = FileError("flushing", folder);
-    }
-    close(descriptor);
-    return status;
   }
 
   std::string path_;

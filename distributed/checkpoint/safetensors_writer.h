@@ -76,7 +76,9 @@ class SafetensorsWriter {
 
   // Puts the file, safe on the disk, into its place. kFailedPrecondition,
   // naming the first tensor that is not complete, if bytes are missing: they
-  // can still be appended. After any other result the writer is done.
+  // can still be appended. After any other result the writer is done, and after
+  // an error what was at the path is there still; but if the last step fails,
+  // flushing the folder, the file is there, and a loss of power may undo it.
   absl::Status Finish();
 
  private:

@@ -231,6 +231,25 @@ TEST_F(SafetensorsWriterTest, ChecksTensorsBeforeItMakesAFile) {
   EXPECT_THAT(folder_.Names(), IsEmpty());
 }
 
+// No further file can be opened, so that the folder can't be flushed.
+TEST_F(SafetensorsWriterTest, KeepsTheOldFileWhenItCannotOpenTheFolder) {
+  WriteBytes(path_, "old");
+  LORA_ASSERT_OK_AND_ASSIGN(SafetensorsWriter writer, CreateSmall());
+  ASSERT_THAT(writer.Append("bbbbbbbbaaaa"), IsOk());
+  rlimit before;
+  getrlimit(RLIMIT_NOFILE, &before);
+  rlimit limit = before;
+  limit.rlim_cur = 0;
+  setrlimit(RLIMIT_NOFILE, &limit);
+  const absl::Status status = writer.Finish();
+  setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_THAT(status,
+              StatusIs(absl::StatusCode::kResourceExhausted,
+                       HasSubstr(absl::StrCat("opening ", folder_.path()))));
+  EXPECT_EQ(ReadBytes(path_), "old");
+  EXPECT_THAT(folder_.Names(), ElementsAre("model.safetensors"));
+}
+
 TEST_F(SafetensorsWriterTest, RemovesItsFileWhenTheDiskIsFull) {
   LORA_ASSERT_OK_AND_ASSIGN(
       SafetensorsWriter writer,
