@@ -1,10 +1,11 @@
 #include "distributed/checkpoint/internal/new_folder.h"
 
 #include <fcntl.h>
-#include <stdlib.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
@@ -33,15 +34,48 @@ absl::Status ErrnoStatus(const std::string& what) {
              : absl::UnavailableError(message);
 }
 
-absl::Status SyncFolder(const std::string& folder) {
-  const int descriptor =
-      open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) return ErrnoStatus(folder);
-  // EINVAL: a file system that does not flush folders.
-  const bool synced = fsync(descriptor) == 0 || errno == EINVAL;
-  const absl::Status status = synced ? absl::OkStatus() : ErrnoStatus(folder);
-  close(descriptor);
-  return status;
+absl::Status ExistsError(const std::string& target) {
+  return absl::AlreadyExistsError(
+      absl::StrCat(target, " exists: choose another folder"));
+}
+
+// A folder whose entries are to outlive a loss of power.
+class OpenFolder {
+ public:
+  explicit OpenFolder(const std::string& path)
+      : path_(path),
+        descriptor_(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)),
+        status_(descriptor_ < 0 ? ErrnoStatus(path) : absl::OkStatus()) {}
+  OpenFolder(const OpenFolder&) = delete;
+  OpenFolder& operator=(const OpenFolder&) = delete;
+  ~OpenFolder() {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+
+  // Whether it is open.
+  const absl::Status& status() const { return status_; }
+
+  absl::Status Sync() const {
+    // EINVAL: a file system that does not flush folders.
+    if (fsync(descriptor_) == 0 || errno == EINVAL) return absl::OkStatus();
+    return ErrnoStatus(path_);
+  }
+
+ private:
+  const std::string path_;
+  const int descriptor_;
+  const absl::Status status_;
+};
+
+// False, with errno, if something is at `to`.
+bool RenameToNew(const std::string& from, const std::string& to) {
+  if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(),
+                RENAME_NOREPLACE) == 0) {
+    return true;
+  }
+  // Some network file systems can't. There, an empty folder is replaced.
+  if (errno != EINVAL && errno != ENOSYS) return false;
+  return std::rename(from.c_str(), to.c_str()) == 0;
 }
 
 }  // namespace
@@ -50,14 +84,18 @@ absl::StatusOr<NewFolder> NewFolder::Create(const std::string& target) {
   const std::string plain(absl::StripSuffix(target, "/"));
   std::error_code ignored;
   if (plain.empty() || fs::exists(fs::symlink_status(plain, ignored))) {
-    return absl::AlreadyExistsError(
-        absl::StrCat(target, " exists: choose another folder"));
+    return ExistsError(target);
   }
-  std::string path = plain + ".tmp.XXXXXX";
-  if (mkdtemp(path.data()) == nullptr) {
-    return ErrnoStatus(absl::StrCat("cannot make a folder beside ", target));
+  static std::atomic<uint64_t> count{0};
+  // Another host or a killed process may have left a folder of this name.
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    std::string path = absl::StrCat(plain, ".tmp-", getpid(), "-", count++);
+    if (mkdir(path.c_str(), 0777) == 0) {
+      return NewFolder(plain, std::move(path));
+    }
+    if (errno != EEXIST) break;
   }
-  return NewFolder(plain, std::move(path));
+  return ErrnoStatus(absl::StrCat("cannot make a folder beside ", target));
 }
 
 NewFolder::~NewFolder() {
@@ -93,20 +131,19 @@ absl::Status NewFolder::WriteText(absl::string_view file,
 }
 
 absl::Status NewFolder::MoveIntoPlace() {
-  // mkdtemp made it for the owner alone.
-  std::error_code ignored;
-  fs::permissions(path_,
-                  fs::perms::group_read | fs::perms::group_exec |
-                      fs::perms::others_read | fs::perms::others_exec,
-                  fs::perm_options::add, ignored);
-  LORA_RETURN_IF_ERROR(SyncFolder(path_));
-  // Fails where another process has put a file or a full folder meanwhile.
-  if (std::rename(path_.c_str(), target_.c_str()) != 0) {
+  const OpenFolder folder(path_);
+  LORA_RETURN_IF_ERROR(folder.status());
+  LORA_RETURN_IF_ERROR(folder.Sync());
+  const std::string parent_path = fs::path(target_).parent_path().string();
+  // Before the rename, which nothing undoes.
+  const OpenFolder parent(parent_path.empty() ? "." : parent_path);
+  LORA_RETURN_IF_ERROR(parent.status());
+  if (!RenameToNew(path_, target_)) {
+    if (errno == EEXIST || errno == ENOTEMPTY) return ExistsError(target_);
     return ErrnoStatus(absl::StrCat("cannot rename ", path_, " to ", target_));
   }
   path_.clear();
-  const std::string parent = fs::path(target_).parent_path().string();
-  return SyncFolder(parent.empty() ? "." : parent);
+  return parent.Sync();
 }
 
 }  // namespace trainer_lora::distributed::internal

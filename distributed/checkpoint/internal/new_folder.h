@@ -16,7 +16,8 @@ namespace trainer_lora::distributed::internal {
 // its place.
 class NewFolder {
  public:
-  // Beside `target`, whose parent must exist. kAlreadyExists, which says what
+  // Beside `target`, whose parent must exist, for those whom the umask lets in.
+  // kAlreadyExists, which says what
   // to do, if something is at `target`; kUnavailable or kResourceExhausted if
   // no folder can be made.
   static absl::StatusOr<NewFolder> Create(const std::string& target);
@@ -36,7 +37,10 @@ class NewFolder {
   // Writes the file `file` through to the disk.
   absl::Status WriteText(absl::string_view file, const std::string& text) const;
 
-  // Makes it `target`. An error if something is there meanwhile.
+  // Makes it `target`. kAlreadyExists if something is there meanwhile, but
+  // where the file system can't tell, an empty folder is replaced. After an
+  // error nothing has changed; but if the last step fails, flushing the parent,
+  // the folder is in its place, and a loss of power may undo it.
   absl::Status MoveIntoPlace();
 
  private:

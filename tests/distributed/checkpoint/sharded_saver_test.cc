@@ -1,6 +1,7 @@
 #include "distributed/checkpoint/sharded_saver.h"
 
 #include <signal.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <chrono>
@@ -290,6 +291,31 @@ TEST_F(SaveCheckpointTest, GivesRanksThatDifferTheSameError) {
     LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
     SaveCheckpointOptions options;
     options.mesh = mesh;
+// A rename would replace an empty folder.
+TEST_F(SaveCheckpointTest, LeavesAFolderAloneThatAppearsMeanwhile) {
+  options_.transforms["a.weight"].apply = [&](const at::Tensor& value,
+                                              const std::vector<at::Tensor>&) {
+    fs::create_directory(folder_);
+    return value;
+  };
+  EXPECT_THAT(SaveCheckpoint(*model_, folder_, options_),
+              StatusIs(absl::StatusCode::kAlreadyExists,
+                       HasSubstr(folder_ + " exists")));
+  EXPECT_THAT(Entries(folder_), IsEmpty());
+  EXPECT_THAT(Entries(parent_), ElementsAre("out"));
+}
+
+TEST_F(SaveCheckpointTest, LetsThoseInWhomTheUmaskLetsIn) {
+  for (const auto& [mask, mode] :
+       std::vector<std::pair<int, int>>{{0027, 0750}, {0002, 0775}}) {
+    const mode_t before = umask(mask);
+    EXPECT_THAT(SaveCheckpoint(*model_, folder_, options_), IsOk());
+    umask(before);
+    EXPECT_EQ(static_cast<int>(fs::status(folder_).permissions()), mode);
+    fs::remove_all(folder_);
+  }
+}
+
     if (rank == 2) options.left_out = {"a.bias"};
     const absl::Status differing =
         SaveCheckpoint(*MakeModel(), folder_, options);
