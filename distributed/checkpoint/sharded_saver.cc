@@ -198,12 +198,14 @@ class Saver {
     }
     int64_t begin = 0;
     for (const KeyPart& part : *origin) {
-      if (part.rows < 0 || part.rows > rows - begin) break;
+    bool fits = !origin->empty();
+      fits = fits && part.rows >= 0 && part.rows <= rows - begin;
+      if (!fits) break;
       shape[0] = part.rows;
       entries.push_back({{part.key, dtype, shape}, &tensor, begin});
       begin += part.rows;
     }
-    if (begin == rows && !origin->empty()) return absl::OkStatus();
+    if (fits && begin == rows) return absl::OkStatus();
     return absl::InvalidArgumentError(absl::StrCat(
         name, " has ", std::max<int64_t>(rows, 0), " rows, and its origins ",
         absl::StrJoin(*origin, " + ",

@@ -210,6 +210,18 @@ TEST_F(SaveCheckpointTest, RefusesKeysAndRowsThatDoNotFit) {
   ExpectError(kInvalid, "a.weight has 4 rows, and its origins 1 (q) + 2 (k)");
   options_.origins = {{"a.weight", {{"q", 3}}}};
   ExpectError(kInvalid, "a.weight has 4 rows, and its origins 3 (q)");
+  // Nor may keys vanish beside one that fits.
+  options_.origins = {{"a.weight", {{"q", 4}, {"k", 4}, {"v", 4}}}};
+  ExpectError(kInvalid,
+              "a.weight has 4 rows, and its origins 4 (q) + 4 (k) + 4 (v)");
+  options_.origins = {{"a.weight", {{"q", 4}, {"k", -1}}}};
+  ExpectError(kInvalid, "its origins 4 (q) + -1 (k)");
+  model_->register_buffer("none", at::empty({0, 2}));
+  options_.origins = {{"none", {{"a", 5}}}};
+  ExpectError(kInvalid, "none has 0 rows, and its origins 5 (a)");
+  options_.origins = {{"count", {{"a", 1}}}};
+  ExpectError(kInvalid, "count has 0 rows, and its origins 1 (a)");
+  model_ = MakeModel();
   options_.origins = {{"a.weight", {{"b.weight", 4}}}};
   ExpectError(kInvalid, "under the key b.weight");
   options_.origins = {};
@@ -279,18 +291,6 @@ TEST_F(SaveCheckpointTest, LeavesWhatIsThereAlone) {
               StatusIs(absl::StatusCode::kUnavailable, HasSubstr("no/such")));
 }
 
-// More than any file system has, and no memory: every row is the same one.
-TEST_F(SaveCheckpointTest, LooksForRoomFirst) {
-  model_->register_buffer("huge", at::zeros({1}).expand({int64_t{1} << 50}));
-  ExpectError(absl::StatusCode::kResourceExhausted,
-              "are left on its file system");
-}
-
-TEST_F(SaveCheckpointTest, GivesRanksThatDifferTheSameError) {
-  RunRanks(3, [&](int rank, GroupPtr group) {
-    LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
-    SaveCheckpointOptions options;
-    options.mesh = mesh;
 // A rename would replace an empty folder.
 TEST_F(SaveCheckpointTest, LeavesAFolderAloneThatAppearsMeanwhile) {
   options_.transforms["a.weight"].apply = [&](const at::Tensor& value,
@@ -316,6 +316,18 @@ TEST_F(SaveCheckpointTest, LetsThoseInWhomTheUmaskLetsIn) {
   }
 }
 
+// More than any file system has, and no memory: every row is the same one.
+TEST_F(SaveCheckpointTest, LooksForRoomFirst) {
+  model_->register_buffer("huge", at::zeros({1}).expand({int64_t{1} << 50}));
+  ExpectError(absl::StatusCode::kResourceExhausted,
+              "are left on its file system");
+}
+
+TEST_F(SaveCheckpointTest, GivesRanksThatDifferTheSameError) {
+  RunRanks(3, [&](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
+    SaveCheckpointOptions options;
+    options.mesh = mesh;
     if (rank == 2) options.left_out = {"a.bias"};
     const absl::Status differing =
         SaveCheckpoint(*MakeModel(), folder_, options);
