@@ -6,12 +6,24 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "c10/util/Exception.h"
 #include "distributed/device_mesh.h"
 #include "distributed/internal/rank_agreement.h"
 #include "distributed/internal/run_collective.h"
 
 namespace trainer_lora::distributed::internal {
+
+namespace {
+
+// Of ATen's allocators. That of the CPU throws no type of its own.
+bool IsOutOfMemory(const std::exception& error) {
+  return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
+         absl::StrContains(error.what(), "DefaultCPUAllocator: ");
+}
+
+}  // namespace
 
 absl::Status GuardedStep(const std::string& context,
                          const std::function<absl::Status()>& step) {
@@ -21,8 +33,10 @@ absl::Status GuardedStep(const std::string& context,
     return absl::ResourceExhaustedError(
         absl::StrCat(context, ": out of memory"));
   } catch (const std::exception& error) {
-    return absl::InternalError(
-        absl::StrCat(context, ": ", ErrorMessage(error)));
+    const std::string message =
+        absl::StrCat(context, ": ", ErrorMessage(error));
+    return IsOutOfMemory(error) ? absl::ResourceExhaustedError(message)
+                                : absl::InternalError(message);
   }
 }
 

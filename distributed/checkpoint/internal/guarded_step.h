@@ -11,7 +11,7 @@
 namespace trainer_lora::distributed::internal {
 
 // Calls `step`. An exception becomes kInternal, or kResourceExhausted where
-// memory ran out, with `context` before its message.
+// memory ran out, also that of a device, with `context` before its message.
 absl::Status GuardedStep(const std::string& context,
                          const std::function<absl::Status()>& step);
 

@@ -13,6 +13,8 @@
 
 #include "ATen/core/Tensor.h"
 #include "ATen/ops/arange.h"
+#include "ATen/ops/empty.h"
+#include "ATen/ops/equal.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/tensor.h"
 #include "ATen/ops/zeros.h"
@@ -20,6 +22,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "c10/core/InferenceMode.h"
+#include "c10/util/Exception.h"
 #include "config/logging.h"
 #include "distributed/checkpoint/missing_parameter_initializer.h"
 #include "distributed/checkpoint/safetensors_file.h"
@@ -698,3 +701,20 @@ TEST_F(LoadCheckpointTest, ReportsWhatTorchThrows) {
 
 }  // namespace
 }  // namespace trainer_lora::distributed
+TEST_F(LoadCheckpointTest, SaysWhenMemoryRunsOut) {
+  NetCheckpoint().Remove("in.bias").Write(path_);
+  NetImpl net;
+  for (const bool on_device : {false, true}) {
+    options_.missing_parameter_initializer =
+        [&](absl::string_view, at::IntArrayRef, at::ScalarType dtype,
+            const TensorSlice& slice) -> std::optional<at::Tensor> {
+      if (slice.numel() == 0) return at::empty(slice.sizes, dtype);
+      TORCH_CHECK_WITH(OutOfMemoryError, !on_device, "CUDA out of memory");
+      return at::empty({int64_t{1} << 55}, dtype);
+    };
+    EXPECT_THAT(LoadCheckpoint(net, path_, options_),
+                StatusIs(absl::StatusCode::kResourceExhausted,
+                         AllOf(HasSubstr(path_), HasSubstr("memory"))));
+  }
+}
+
