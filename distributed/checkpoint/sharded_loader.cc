@@ -396,7 +396,7 @@ class Loader {
         [&](int64_t bytes) { meter.Add(bytes); },
         [&] { return Initialize(); }));
     bytes_read_ = load_.plan.bytes_read;
-    Finish(meter);
+    meter.Finish();
     return absl::OkStatus();
   }
 
@@ -417,15 +417,8 @@ class Loader {
                                  *read_once_group_, options_.mesh->ToString(),
                                  [&](int64_t bytes) { meter.Add(bytes); }));
     LORA_RETURN_IF_ERROR(initialized);
-    Finish(meter);
-    return absl::OkStatus();
-  }
-
-  void Finish(ProgressMeter& meter) {
-    for (const internal::ShardDestination& destination : destinations_) {
-      destination.Finish();
-    }
     meter.Finish();
+    return absl::OkStatus();
   }
 
   // Makes what the checkpoint lacks.

@@ -142,9 +142,8 @@ struct LoadCheckpointReport {
 // anything then, as the message says.
 //
 // Beyond the parameters themselves a load takes a few MiB, and room for a
-// parameter that the initializer makes or that is not contiguous. Must not run
-// while a MetaDeviceGuard lives in this thread, or while another thread uses
-// the model.
+// parameter that the initializer makes. Must not run while a MetaDeviceGuard
+// lives in this thread, or while another thread uses the model.
 absl::StatusOr<LoadCheckpointReport> LoadCheckpoint(
     torch::nn::Module& model, const std::string& path,
     const LoadCheckpointOptions& options);

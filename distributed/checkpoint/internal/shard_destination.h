@@ -13,12 +13,11 @@ namespace trainer_lora::distributed::internal {
 // Gradients must be off in them.
 class ShardDestination {
  public:
-  // `tensor` has memory. One that is not contiguous gets its values in Finish()
-  // from a contiguous one.
+  // `tensor` has memory, of any strides.
   explicit ShardDestination(const at::Tensor& tensor);
 
-  // Where element `begin` (row-major) is, if elements of type `dtype` can be
-  // written there as they are; else null.
+  // Where element `begin` (row-major) is, if it and the next ones can be
+  // written there as they are, of type `dtype`; else null.
   char* DirectPointer(TensorDtype dtype, int64_t begin) const;
 
   // Writes `count` elements of type `dtype`, converted, from `begin` on.
@@ -26,12 +25,8 @@ class ShardDestination {
   void Write(TensorDtype dtype, const char* bytes, int64_t begin,
              int64_t count) const;
 
-  // Must be called once, after all writes.
-  void Finish() const;
-
  private:
-  at::Tensor tensor_;
-  at::Tensor flat_;  // One-dimensional and contiguous.
+  at::Tensor tensor_;  // One-dimensional if it is contiguous.
 };
 
 }  // namespace trainer_lora::distributed::internal

@@ -39,6 +39,7 @@ namespace trainer_lora::distributed {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -546,6 +547,56 @@ TEST_F(LoadCheckpointTest, FillsParametersOfAnyStrides) {
   EXPECT_THAT(Values(memory), ElementsAre(1, 4, 2, 5, 3, 6));
 }
 
+// What is converted at once ends within rows, which lie apart in memory.
+TEST_F(LoadCheckpointTest, FillsParametersOfAnyStridesInPieces) {
+  const at::Tensor whole =
+      at::arange(120'000, at::kFloat).view({2000, 5, 3, 4});
+  CheckpointBuilder()
+      .Add("weight", {2000, 5, 3, 4}, Values(whole))
+      .Write(path_);
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+    for (const std::vector<int64_t>& order :
+         {std::vector<int64_t>{0, 2, 3, 1}, {3, 2, 1, 0}, {1, 0, 2, 3}}) {
+      torch::nn::Module model;
+      std::vector<int64_t> sizes;
+      std::vector<int64_t> inverse(4);
+      for (int64_t i = 0; i < 4; ++i) {
+        sizes.push_back(whole.size(order[i]));
+        inverse[order[i]] = i;
+      }
+      const at::Tensor weight = at::zeros(sizes, dtype).permute(inverse);
+      ASSERT_FALSE(weight.is_contiguous());
+      model.register_parameter("weight", weight);
+      ASSERT_THAT(LoadCheckpoint(model, path_, options_), IsOk());
+      EXPECT_TRUE(at::equal(weight, whole.to(dtype))) << order;
+    }
+  }
+}
+
+// What the checkpoint lacks, too.
+TEST_F(LoadCheckpointTest, MakesParametersOfAnyStrides) {
+  CheckpointBuilder().Write(path_);
+  torch::nn::Module model;
+  const auto transposed = [] {
+    return at::full({3, 2}, 7, at::kFloat).t().set_requires_grad(true);
+  };
+  const at::Tensor zeroed = model.register_parameter("zeroed", transposed());
+  const at::Tensor made = model.register_parameter("adapter", transposed());
+  ASSERT_FALSE(made.is_contiguous());
+  options_.zero_patterns = {"zeroed"};
+  options_.missing_parameter_initializer =
+      [](absl::string_view name, at::IntArrayRef, at::ScalarType dtype,
+         const TensorSlice& slice) -> std::optional<at::Tensor> {
+    if (name != "adapter") return std::nullopt;
+    return at::arange(slice.numel(), dtype).view(slice.sizes);
+  };
+  LORA_ASSERT_OK_AND_ASSIGN(const LoadCheckpointReport report,
+                            LoadCheckpoint(model, path_, options_));
+  EXPECT_THAT(report.zeroed, ElementsAre("zeroed"));
+  EXPECT_THAT(Values(zeroed), Each(0));
+  EXPECT_THAT(Values(made), ElementsAre(0, 1, 2, 3, 4, 5));
+}
+
 TEST_F(LoadCheckpointTest, IsSeenByAutograd) {
   CheckpointBuilder().Add("weight", {1, 1}, {2}).Write(path_);
   torch::nn::Linear linear(torch::nn::LinearOptions(1, 1).bias(false));
@@ -684,23 +735,6 @@ TEST_F(LoadCheckpointTest, SaysThatARealModelIsPartlyLoadedWhenReadingFails) {
                        HasSubstr("the model is now partly loaded")));
 }
 
-TEST_F(LoadCheckpointTest, ReportsWhatTorchThrows) {
-  NetCheckpoint().Remove("in.bias").Write(path_);
-  options_.missing_parameter_initializer =
-      [](absl::string_view, at::IntArrayRef, at::ScalarType,
-         const TensorSlice&) -> std::optional<at::Tensor> {
-    TORCH_CHECK(false, "no such adapter");
-  };
-  NetImpl net;
-  const auto before = Bits(net);
-  EXPECT_THAT(LoadCheckpoint(net, path_, options_),
-              StatusIs(absl::StatusCode::kInternal,
-                       AllOf(HasSubstr(path_), HasSubstr("no such adapter"))));
-  EXPECT_EQ(Bits(net), before);
-}
-
-}  // namespace
-}  // namespace trainer_lora::distributed
 TEST_F(LoadCheckpointTest, SaysWhenMemoryRunsOut) {
   NetCheckpoint().Remove("in.bias").Write(path_);
   NetImpl net;
@@ -718,3 +752,20 @@ TEST_F(LoadCheckpointTest, SaysWhenMemoryRunsOut) {
   }
 }
 
+TEST_F(LoadCheckpointTest, ReportsWhatTorchThrows) {
+  NetCheckpoint().Remove("in.bias").Write(path_);
+  options_.missing_parameter_initializer =
+      [](absl::string_view, at::IntArrayRef, at::ScalarType,
+         const TensorSlice&) -> std::optional<at::Tensor> {
+    TORCH_CHECK(false, "no such adapter");
+  };
+  NetImpl net;
+  const auto before = Bits(net);
+  EXPECT_THAT(LoadCheckpoint(net, path_, options_),
+              StatusIs(absl::StatusCode::kInternal,
+                       AllOf(HasSubstr(path_), HasSubstr("no such adapter"))));
+  EXPECT_EQ(Bits(net), before);
+}
+
+}  // namespace
+}  // namespace trainer_lora::distributed
