@@ -13,12 +13,14 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "ATen/MemoryOverlap.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/types/span.h"
 #include "c10/core/GradMode.h"
+#include "c10/core/InferenceMode.h"
 #include "config/internal/status_macros.h"
 #include "distributed/checkpoint/internal/gather_rows.h"
 #include "distributed/checkpoint/internal/guarded_step.h"
@@ -97,8 +99,6 @@ LoraAdapter ForOriginalWeight(LoraAdapter adapter, const LoraAdapter& initial) {
   return adapter;
 }
 
-enum class Purpose { kSave, kLoad };
-
 // The parameters of a model, by each of their names.
 using Parameters = std::map<std::string, ModelTensor>;
 
@@ -116,8 +116,11 @@ absl::StatusOr<Parameters> ListParameters(
   return parameters;
 }
 
-// That all of a parameter can be had, by its layout.
-absl::Status CheckParameter(const ModelTensor& parameter, bool is_split) {
+enum class Purpose { kSave, kLoad };
+
+// That all of a parameter can be had, by its layout, and be written to load it.
+absl::Status CheckParameter(const ModelTensor& parameter, bool is_split,
+                            Purpose purpose) {
   const std::string& name = parameter.names.front();
   if (!parameter.tensor.defined() || parameter.tensor.is_meta()) {
     return absl::FailedPreconditionError(
@@ -134,6 +137,15 @@ absl::Status CheckParameter(const ModelTensor& parameter, bool is_split) {
         name, " has the shape [", absl::StrJoin(parameter.tensor.sizes(), ", "),
         "], and [", absl::StrJoin(parameter.LocalShape(), ", "),
         "] by its layout"));
+  }
+  if (purpose == Purpose::kLoad &&
+      (at::has_internal_overlap(parameter.tensor) == at::MemOverlap::Yes ||
+       (parameter.tensor.is_inference() &&
+        !c10::InferenceMode::is_enabled()))) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(name,
+                     " can't be written: it is expanded, or was made in "
+                     "inference mode"));
   }
   return absl::OkStatus();
 }
@@ -158,7 +170,8 @@ absl::StatusOr<Adapters> CollectAdapters(
     for (const AdapterParameter& item :
          layer->AdapterParameters(adapter_name)) {
       tensors.push_back(find(absl::StrCat(name, ".", item.name)));
-      LORA_RETURN_IF_ERROR(CheckParameter(tensors.back(), item.is_split));
+      LORA_RETURN_IF_ERROR(
+          CheckParameter(tensors.back(), item.is_split, purpose));
       if (initial.lora_A.defined() && tensors.back().layout != nullptr) {
         return absl::UnimplementedError(absl::StrCat(
             name, ".", item.name,
@@ -217,7 +230,7 @@ absl::StatusOr<Adapters> CollectAdapters(
   }
   for (const NamedParameter& bias : TrainedBiases(model, adapter_name)) {
     ModelTensor parameter = find(bias.name);
-    LORA_RETURN_IF_ERROR(CheckParameter(parameter, /*is_split=*/false));
+    LORA_RETURN_IF_ERROR(CheckParameter(parameter, /*is_split=*/false, purpose));
     adapters.tensors.push_back({"base_model.model." + bias.name,
                                 parameter.GlobalShape(), std::move(parameter)});
   }
@@ -358,7 +371,8 @@ absl::Status CheckTensors(const distributed::SafetensorsFile& file,
                    absl::StrJoin(problems, "\n  ")));
 }
 
-// What this rank holds of each parameter, from the file.
+// What this rank holds of each parameter, from the file, as the parameter has
+// it.
 absl::StatusOr<std::vector<at::Tensor>> ReadTensors(
     const distributed::SafetensorsFile& file, const Adapters& adapters,
     int64_t rank) {
@@ -381,7 +395,8 @@ absl::StatusOr<std::vector<at::Tensor>> ReadTensors(
             slices.back().narrow(dim, slice.offsets[dim], slice.sizes[dim]);
       }
     }
-    tensors.push_back(slices.size() == 1 ? slices[0] : at::cat(slices));
+    tensors.push_back((slices.size() == 1 ? slices[0] : at::cat(slices))
+                          .to(item.parameter.tensor.options()));
   }
   return tensors;
 }
@@ -454,6 +469,7 @@ absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder,
             ReadTensors(file, adapters, mesh == nullptr ? 0 : mesh->rank()));
         return absl::OkStatus();
       }));
+  // Nothing that could fail on one rank alone is left.
   for (size_t i = 0; i < tensors.size(); ++i) {
     adapters.tensors[i].parameter.tensor.copy_(tensors[i]);
   }

@@ -98,7 +98,8 @@ struct LoadAdapterOptions {
 //                        named); layouts as in SaveAdapter()
 //   kFailedPrecondition  the LoRA rank or alpha of a layer or the kind of
 //                        adapter differ from the model's, the model has no
-//                        adapter, or one that starts from the base weights
+//                        adapter, or one that starts from the base weights, or
+//                        a factor is expanded or was made in inference mode
 absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder,
                          const LoadAdapterOptions& options = {});
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "ATen/MemoryOverlap.h"
 #include "ATen/core/Tensor.h"
 #include "ATen/ops/empty.h"
 #include "ATen/record_function.h"
@@ -181,6 +182,7 @@ class LoadPlanner {
                         std::vector<std::string>& problems) const {
     std::vector<std::string> misshapen;
     std::vector<std::string> unknown_types;
+    std::vector<std::string> not_writable;
     std::vector<std::string> not_materializable;
     std::unordered_map<const c10::StorageImpl*, std::string> meta_storages;
     for (size_t i = 0; i < tensors_.size(); ++i) {
@@ -198,6 +200,14 @@ class LoadPlanner {
             name, " has [", absl::StrJoin(tensor.sizes(), ", "),
             "] in the model, and [", absl::StrJoin(shape, ", "), "] of [",
             absl::StrJoin(targets[i].global_shape, ", "), "] by its layout"));
+      }
+      if (tensor.is_inference()) {
+        not_writable.push_back(
+            absl::StrCat(name, " was made in inference mode"));
+      } else if (!tensor.is_meta() &&
+                 at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+        not_writable.push_back(
+            absl::StrCat(name, " has several elements in one place"));
       }
       // Materializing breaks what autograd or another tensor knows of a tensor.
       if (!tensor.is_meta()) continue;
@@ -219,6 +229,7 @@ class LoadPlanner {
     add("of a type that checkpoints don't have", unknown_types);
     add("of another shape than the layout says", misshapen);
     add("not made as wanted", unfit_values_);
+    add("not to be written", not_writable);
     add("on the meta device, and not to be materialized", not_materializable);
   }
 

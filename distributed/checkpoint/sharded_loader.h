@@ -135,8 +135,11 @@ struct LoadCheckpointReport {
 //   kDataLoss            a file is broken
 //   kFailedPrecondition  checkpoint and model don't fit; one message lists all
 //                        keys and names that are unexpected, missing, given
-//                        twice, or of the wrong shape or type. Or the ranks
-//                        have other models or checkpoints
+//                        twice, or of the wrong shape or type, or can't be
+//                        written (made in inference mode, or expanded). Or the
+//                        ranks have other models or checkpoints
+//   kUnimplemented       read_once_dims over a group without a CPU backend
+//   kResourceExhausted   no memory is left for the parameters
 //   kUnavailable, kDeadlineExceeded  a peer is lost or does not answer
 // An error while data is read leaves tensors on meta as they are; others hold
 // anything then, as the message says.

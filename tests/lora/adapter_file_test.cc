@@ -15,6 +15,7 @@
 #include "ATen/Functions.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "c10/core/InferenceMode.h"
 #include "config/lora_config.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "gmock/gmock.h"
@@ -354,6 +355,28 @@ TEST_F(AdapterFileTest, LoadingTensorsThatDoNotFitNamesThemAll) {
                 HasSubstr("of shape [7, 3] instead of [7, 2]: "
                           "base_model.model.to_q.lora_B.weight"))));
   ExpectEqual(AdapterValues(*model), before);
+}
+
+// The last parameter of the file, so that others would be loaded before it.
+TEST_F(AdapterFileTest, RefusesParametersThatCannotBeWrittenBeforeAllElse) {
+  ASSERT_THAT(SaveAdapter(*AdaptedModel(), Path("adapter")), IsOk());
+  const auto refuses =
+      StatusIs(absl::StatusCode::kFailedPrecondition,
+               AllOf(HasSubstr("to_v.lora_B"), HasSubstr("can't be written")));
+  const auto expanded = AdaptedModel();
+  expanded->to_v->lora_B().set_data(at::zeros({1, 1}).expand({3, 2}));
+  const auto before = AdapterValues(*expanded);
+  EXPECT_THAT(LoadAdapter(*expanded, Path("adapter")), refuses);
+  ExpectEqual(AdapterValues(*expanded), before);
+
+  const auto inference = AdaptedModel();
+  {
+    const c10::InferenceMode inference_mode;
+    inference->to_v->lora_B().unsafeGetTensorImpl()->shallow_copy_from(
+        at::zeros({3, 2}).getIntrusivePtr());
+  }
+  ASSERT_TRUE(inference->to_v->lora_B().is_inference());
+  EXPECT_THAT(LoadAdapter(*inference, Path("adapter")), refuses);
 }
 
 TEST_F(AdapterFileTest, RefusesAConfigThatIsNoFileWithoutWaiting) {

@@ -597,6 +597,26 @@ TEST_F(LoadCheckpointTest, MakesParametersOfAnyStrides) {
   EXPECT_THAT(Values(made), ElementsAre(0, 1, 2, 3, 4, 5));
 }
 
+TEST_F(LoadCheckpointTest, RefusesParametersThatCannotBeWritten) {
+  CheckpointBuilder().Add("a", {2}, {1, 2}).Add("b", {2}, {1, 2}).Write(path_);
+  torch::nn::Module model;
+  const at::Tensor first = model.register_parameter("a", at::zeros({2}));
+  {
+    const c10::InferenceMode inference_mode;
+    model.register_buffer("b", at::zeros({2}));
+  }
+  EXPECT_THAT(LoadCheckpoint(model, path_, options_),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("b was made in inference mode")));
+  torch::nn::Module expanded;
+  expanded.register_parameter("a", first);
+  expanded.register_buffer("b", at::zeros({1}).expand({2}));
+  EXPECT_THAT(LoadCheckpoint(expanded, path_, options_),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("b has several elements in one place")));
+  EXPECT_THAT(Values(first), Each(0));
+}
+
 TEST_F(LoadCheckpointTest, IsSeenByAutograd) {
   CheckpointBuilder().Add("weight", {1, 1}, {2}).Write(path_);
   torch::nn::Linear linear(torch::nn::LinearOptions(1, 1).bias(false));
