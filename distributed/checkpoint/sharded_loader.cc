@@ -40,6 +40,7 @@
 #include "distributed/checkpoint/torch_dtype.h"
 #include "distributed/device_mesh.h"
 #include "distributed/internal/rank_agreement.h"
+#include "distributed/internal/run_collective.h"
 #include "distributed/meta_device.h"
 #include "distributed/state_layout.h"
 #include "distributed/tensor_slice.h"
@@ -64,6 +65,15 @@ absl::Status CheckOptions(const std::vector<ModelTensor>& tensors,
         "read_once_dims need a mesh, which is null");
   }
   return internal::CheckLayouts(tensors, options.mesh.get(), options.layouts);
+}
+
+// That any two ranks of `group` can send to each other at once. Those of NCCL,
+// which has an order of its own for them, would wait without end.
+absl::Status CheckReadOnceGroup(const c10d::ProcessGroup& group) {
+  if (internal::MetadataDevice(group).is_cpu()) return absl::OkStatus();
+  return absl::UnimplementedError(
+      "read_once_dims need a group that has a backend for the CPU too, such as "
+      "gloo beside nccl");
 }
 
 // What `rank` of the mesh wants of `tensor`.
@@ -338,6 +348,7 @@ class Loader {
     if (!options_.read_once_dims.empty()) {
       LORA_ASSIGN_OR_RETURN(read_once_group_,
                             options_.mesh->GroupOver(options_.read_once_dims));
+      LORA_RETURN_IF_ERROR(CheckReadOnceGroup(*read_once_group_));
     }
     LORA_ASSIGN_OR_RETURN(SafetensorsCheckpoint checkpoint,
                           SafetensorsCheckpoint::Open(path_));

@@ -88,8 +88,8 @@ struct LoadCheckpointOptions {
   // Dimensions of `mesh`. The ranks that differ in these alone read each byte
   // once and send it on, for file systems that are slower than the network:
   // all dimensions for once in the world, those within a node for once a node.
-  // `mesh` must have a group over them (DeviceMesh::GroupOver). Empty: every
-  // rank reads what it needs.
+  // `mesh` must have a group over them (DeviceMesh::GroupOver), with a backend
+  // for the CPU. Empty: every rank reads what it needs.
   std::vector<int64_t> read_once_dims;
 
   // The threads that read, where every rank reads for itself. At least 1.

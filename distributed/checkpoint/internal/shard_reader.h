@@ -35,12 +35,12 @@ absl::Status ReadShards(const SafetensorsCheckpoint& checkpoint,
                         int num_threads, const BytesCallback& on_bytes,
                         const std::function<absl::Status()>& meanwhile);
 
-// Collective over `group`, whose errors begin with `group_name`. `copies` has
-// what each rank of the group wants, the same on all of them; this rank's go to
-// `destinations`. Every byte that somebody wants is read by one of those who
-// want it, and sent to the others. An error on one rank ends the reading on
-// all, with kAborted on the others. Memory: some kMaxSpannedBytes. Returns the
-// bytes that this rank read.
+// Collective over `group`, which has a backend for the CPU, and whose errors
+// begin with `group_name`. `copies` has what each rank of the group wants, the
+// same on all of them; this rank's go to `destinations`. Every byte that
+// somebody wants is read by one of those who want it, and sent to the others.
+// An error on one rank ends the reading on all, with kAborted on the others.
+// Memory: some kMaxSpannedBytes. Returns the bytes that this rank read.
 absl::StatusOr<int64_t> ReadShardsOnce(
     const SafetensorsCheckpoint& checkpoint,
     const std::vector<std::vector<PlannedCopy>>& copies,
