@@ -6,10 +6,11 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
+#include <string>
 #include <tuple>
 #include <utility>
-#include <string>
 #include <vector>
 
 #include "ATen/Functions.h"
@@ -42,6 +43,7 @@ namespace {
 using ::trainer_lora::distributed::DeviceMesh;
 using ::trainer_lora::distributed::internal::AgreedStep;
 using ::trainer_lora::distributed::internal::ModelTensor;
+using ::trainer_lora::distributed::internal::RowGathering;
 
 constexpr char kTensorFile[] = "adapter_model.safetensors";
 constexpr char kConfigFile[] = "adapter_config.json";
@@ -259,18 +261,23 @@ absl::StatusOr<std::vector<at::Tensor>> GatherTensors(
     const std::string& folder) {
   std::vector<at::Tensor> tensors;
   for (const FileTensor& item : adapters.tensors) {
+    const auto agreed = [&](const std::function<absl::Status()>& step) {
+      return AgreedStep(mesh, absl::StrCat("saving of ", folder),
+                        absl::StrCat("saving ", folder), step);
+    };
+    std::optional<RowGathering> gathering;
+    LORA_RETURN_IF_ERROR(agreed([&] {
+      gathering.emplace(mesh, item.parameter, /*begin=*/0,
+                        item.parameter.GlobalShape());
+      return absl::OkStatus();
+    }));
     // Agreeing after each keeps a rank that has none of the next ones from
     // waiting for them longer than a collective may.
-    LORA_RETURN_IF_ERROR(AgreedStep(
-        mesh, absl::StrCat("saving of ", folder),
-        absl::StrCat("saving ", folder), [&]() -> absl::Status {
-          LORA_ASSIGN_OR_RETURN(at::Tensor whole,
-                                distributed::internal::GatherRows(
-                                    mesh, item.parameter, /*begin=*/0,
-                                    item.parameter.GlobalShape()));
-          if (whole.defined()) tensors.push_back(whole.view(item.shape));
-          return absl::OkStatus();
-        }));
+    LORA_RETURN_IF_ERROR(agreed([&]() -> absl::Status {
+      LORA_ASSIGN_OR_RETURN(const at::Tensor whole, gathering->Run());
+      if (whole.defined()) tensors.push_back(whole.view(item.shape));
+      return absl::OkStatus();
+    }));
   }
   return tensors;
 }

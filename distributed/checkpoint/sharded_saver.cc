@@ -44,6 +44,7 @@ namespace {
 
 using internal::DescribeTensor;
 using internal::ModelTensor;
+using internal::RowGathering;
 
 // Rows [begin, begin + rows) of a tensor, or all of a scalar, and their key.
 struct Entry {
@@ -197,8 +198,8 @@ class Saver {
       return absl::OkStatus();
     }
     int64_t begin = 0;
-    for (const KeyPart& part : *origin) {
     bool fits = !origin->empty();
+    for (const KeyPart& part : *origin) {
       fits = fits && part.rows >= 0 && part.rows <= rows - begin;
       if (!fits) break;
       shape[0] = part.rows;
@@ -324,11 +325,21 @@ class Saver {
       return absl::OkStatus();
     }));
     for (const Entry& entry : files_[index]) {
+      std::vector<RowGathering> gatherings;
+      LORA_RETURN_IF_ERROR(Agree([&] {
+        gatherings = GatheringsOf(entry);
+        return absl::OkStatus();
+      }));
       // Agreeing after each tensor keeps a rank that has none of the next ones
       // from waiting for them longer than a collective may.
       LORA_RETURN_IF_ERROR(Agree([&]() -> absl::Status {
-        LORA_ASSIGN_OR_RETURN(const at::Tensor value, GatherEntry(entry));
+        std::vector<at::Tensor> tensors;
+        for (RowGathering& gathering : gatherings) {
+          LORA_ASSIGN_OR_RETURN(tensors.emplace_back(), gathering.Run());
+        }
         if (!IsWriter()) return absl::OkStatus();
+        LORA_ASSIGN_OR_RETURN(const at::Tensor value,
+                              ValueOf(entry, std::move(tensors)));
         return FileStatus(writer->Append(absl::string_view(
             static_cast<const char*>(value.const_data_ptr()), value.nbytes())));
       }));
@@ -338,26 +349,38 @@ class Saver {
     });
   }
 
-  // The values of `entry`, contiguous on the CPU; undefined but on the writer.
-  absl::StatusOr<at::Tensor> GatherEntry(const Entry& entry) {
+  // What the values of `entry` take: its rows or, for a transform, all of the
+  // tensor and of each input.
+  std::vector<RowGathering> GatheringsOf(const Entry& entry) const {
+    const DeviceMesh* const mesh = options_.mesh.get();
     const SaveTransform* const transform =
         Find(options_.transforms, *entry.tensor);
+    std::vector<RowGathering> gatherings;
     if (transform == nullptr) {
-      return Gather(*entry.tensor, entry.begin, entry.spec.shape);
+      gatherings.emplace_back(mesh, *entry.tensor, entry.begin,
+                              entry.spec.shape);
+      return gatherings;
     }
-    const std::vector<int64_t> shape = entry.tensor->GlobalShape();
-    LORA_ASSIGN_OR_RETURN(const at::Tensor value,
-                          Gather(*entry.tensor, 0, shape));
-    std::vector<at::Tensor> inputs;
+    gatherings.emplace_back(mesh, *entry.tensor, 0,
+                            entry.tensor->GlobalShape());
     for (const std::string& name : transform->inputs) {
       const ModelTensor& input = *by_name_.at(name);
-      LORA_ASSIGN_OR_RETURN(inputs.emplace_back(),
-                            Gather(input, 0, input.GlobalShape()));
+      gatherings.emplace_back(mesh, input, 0, input.GlobalShape());
     }
-    if (!IsWriter()) return at::Tensor();
+    return gatherings;
+  }
+
+  // The values of `entry`, contiguous on the CPU, from what was gathered.
+  absl::StatusOr<at::Tensor> ValueOf(const Entry& entry,
+                                     std::vector<at::Tensor> tensors) const {
+    const SaveTransform* const transform =
+        Find(options_.transforms, *entry.tensor);
+    const at::Tensor value = tensors.front();
+    if (transform == nullptr) return value;
+    tensors.erase(tensors.begin());
     at::Tensor transformed;
     try {
-      transformed = transform->apply(value, inputs);
+      transformed = transform->apply(value, tensors);
     } catch (const std::exception& error) {
       return absl::InternalError(
           absl::StrCat("the transform of ", entry.tensor->names.front(),
@@ -375,12 +398,6 @@ class Saver {
     const at::Tensor on_cpu = internal::Dense(transformed.detach(), at::kCPU);
     if (on_cpu.dim() == 0) return on_cpu;
     return on_cpu.narrow(0, entry.begin, entry.spec.shape[0]);
-  }
-
-  // `shape[0]` rows of `tensor` from `begin` on, or all of a scalar.
-  absl::StatusOr<at::Tensor> Gather(const ModelTensor& tensor, int64_t begin,
-                                    const std::vector<int64_t>& shape) const {
-    return internal::GatherRows(options_.mesh.get(), tensor, begin, shape);
   }
 
   absl::Status Finish() {

@@ -1,5 +1,6 @@
 #include "distributed/checkpoint/internal/gather_rows.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <set>
 #include <string>
@@ -7,7 +8,6 @@
 
 #include "ATen/core/Tensor.h"
 #include "ATen/ops/empty.h"
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "config/internal/status_macros.h"
@@ -23,68 +23,25 @@ namespace {
 
 constexpr int kWriter = 0;
 
-// Brings rows of the tensor of `owner`, from `local_row` on, to `slice` of
-// `whole` on the writer.
-absl::Status Move(const DeviceMesh& mesh, const ModelTensor& tensor,
-                  int64_t owner, int64_t local_row, const TensorSlice& slice,
-                  const at::Tensor& whole) {
-  const bool is_owner = mesh.rank() == owner;
-  const bool is_writer = mesh.rank() == kWriter;
-  if (!is_owner && !is_writer) return absl::OkStatus();
-  at::Tensor part;
-  if (is_owner) {
-    part = tensor.tensor.detach().narrow(0, local_row, slice.sizes[0]);
-  }
-  at::Tensor place = whole;
-  if (is_writer) {
-    for (int64_t dim = 0; dim < whole.dim(); ++dim) {
-      place = place.narrow(dim, slice.offsets[dim], slice.sizes[dim]);
-    }
-    if (is_owner) {
-      place.copy_(part);
-      return absl::OkStatus();
-    }
-  }
-  c10d::ProcessGroup& group = *mesh.group();
-  const at::Device device = MetadataDevice(group);
-  const std::string what =
-      absl::StrCat(mesh.RankString(), ": transfer of ", tensor.names.front());
-  if (!is_writer) {
-    std::vector<at::Tensor> message = {Dense(part, device)};
-    return RunCollective(
-        group, what, [&] { return group.send(message, kWriter, /*tag=*/0); });
-  }
-  std::vector<at::Tensor> message = {
-      place.is_contiguous() && device.is_cpu()
-          ? place
-          : at::empty(place.sizes(), place.options().device(device))};
-  LORA_RETURN_IF_ERROR(RunCollective(group, what, [&] {
-    return group.recv(message, static_cast<int>(owner), /*tag=*/0);
-  }));
-  if (!message[0].is_same(place)) place.copy_(message[0]);
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 at::Tensor Dense(const at::Tensor& tensor, at::Device device) {
   return tensor.to(device).contiguous().resolve_conj().resolve_neg();
 }
 
-absl::StatusOr<at::Tensor> GatherRows(const DeviceMesh* mesh,
-                                      const ModelTensor& tensor, int64_t begin,
-                                      const std::vector<int64_t>& shape) {
+RowGathering::RowGathering(const DeviceMesh* mesh, const ModelTensor& tensor,
+                           int64_t begin, const std::vector<int64_t>& shape)
+    : mesh_(mesh), name_(tensor.names.front()) {
   const bool is_writer = mesh == nullptr || mesh->rank() == kWriter;
   const at::Tensor local = tensor.tensor.detach();
   if (tensor.layout == nullptr || shape.empty()) {
-    if (!is_writer) return at::Tensor();
-    const at::Tensor rows =
-        shape.empty() ? local : local.narrow(0, begin, shape[0]);
-    return Dense(rows, at::kCPU);
+    if (!is_writer) return;
+    rows_ = Dense(shape.empty() ? local : local.narrow(0, begin, shape[0]),
+                  at::kCPU);
+    return;
   }
-  at::Tensor whole;
   if (is_writer) {
-    whole = at::empty(shape, local.options().device(at::kCPU));
+    rows_ = at::empty(shape, local.options().device(at::kCPU));
   }
   // From the first rank on that has it: the writer's own copies come first.
   std::set<TensorSlice> known;
@@ -92,11 +49,70 @@ absl::StatusOr<at::Tensor> GatherRows(const DeviceMesh* mesh,
     for (const HeldRows& held :
          RowsWithin(tensor.SlicesOf(rank), begin, shape[0])) {
       if (!known.insert(held.slice).second) continue;
-      LORA_RETURN_IF_ERROR(
-          Move(*mesh, tensor, rank, held.local_row, held.slice, whole));
+      AddPart(tensor, rank, held.local_row, held.slice);
     }
   }
-  return whole;
+  int64_t buffer_size = 0;
+  for (const Transfer& transfer : transfers_) {
+    if (is_writer && IsBuffered(transfer.part)) {
+      buffer_size = std::max(buffer_size, transfer.part.numel());
+    }
+  }
+  if (buffer_size > 0) {
+    buffer_ = at::empty({buffer_size},
+                        rows_.options().device(MetadataDevice(*mesh->group())));
+  }
+}
+
+absl::StatusOr<at::Tensor> RowGathering::Run() {
+  for (const auto& [owner, part] : transfers_) {
+    c10d::ProcessGroup& group = *mesh_->group();
+    const std::string what =
+        absl::StrCat(mesh_->RankString(), ": transfer of ", name_);
+    if (mesh_->rank() != kWriter) {
+      std::vector<at::Tensor> message = {part};
+      LORA_RETURN_IF_ERROR(RunCollective(group, what, [&] {
+        return group.send(message, kWriter, /*tag=*/0);
+      }));
+      continue;
+    }
+    std::vector<at::Tensor> message = {
+        IsBuffered(part) ? buffer_.narrow(0, 0, part.numel()).view(part.sizes())
+                         : part};
+    LORA_RETURN_IF_ERROR(RunCollective(group, what, [&, owner = owner] {
+      return group.recv(message, static_cast<int>(owner), /*tag=*/0);
+    }));
+    if (!message[0].is_same(part)) part.copy_(message[0]);
+  }
+  return rows_;
+}
+
+void RowGathering::AddPart(const ModelTensor& tensor, int64_t owner,
+                           int64_t local_row, const TensorSlice& slice) {
+  const bool is_owner = mesh_->rank() == owner;
+  const bool is_writer = mesh_->rank() == kWriter;
+  at::Tensor held;
+  if (is_owner) {
+    held = tensor.tensor.detach().narrow(0, local_row, slice.sizes[0]);
+  }
+  if (!is_writer) {
+    if (!is_owner) return;
+    transfers_.push_back({owner, Dense(held, MetadataDevice(*mesh_->group()))});
+    return;
+  }
+  at::Tensor part = rows_;
+  for (int64_t dim = 0; dim < rows_.dim(); ++dim) {
+    part = part.narrow(dim, slice.offsets[dim], slice.sizes[dim]);
+  }
+  if (is_owner) {
+    part.copy_(held);
+  } else {
+    transfers_.push_back({owner, part});
+  }
+}
+
+bool RowGathering::IsBuffered(const at::Tensor& part) const {
+  return !part.is_contiguous() || !MetadataDevice(*mesh_->group()).is_cpu();
 }
 
 }  // namespace trainer_lora::distributed::internal

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <string>
 #include <utility>
@@ -16,6 +17,7 @@
 #include "absl/types/span.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/internal/status_macros.h"
+#include "distributed/checkpoint/internal/guarded_step.h"
 #include "distributed/checkpoint/internal/shard_destination.h"
 #include "distributed/checkpoint/internal/shard_reader.h"
 #include "distributed/checkpoint/load_plan.h"
@@ -204,9 +206,11 @@ class SharedReader {
     const int64_t rank = group_.getRank();
     std::vector<std::vector<char>> contents(round.size());
     for (size_t i = 0; i < round.size(); ++i) {
-      if (round[i].reader != rank) continue;
+      const Block& block = round[i];
+      if (block.reader != rank) continue;
+      contents[i].resize((block.end - block.begin) * ElementSize(block));
       // What could not be read is sent all the same, as others wait for it.
-      read_status_.Update(ReadBlock(round[i], contents[i]));
+      Guard([&] { return ReadBlock(block, contents[i]); });
     }
 
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
@@ -217,8 +221,7 @@ class SharedReader {
         const Block& block = round[i];
         if (block.reader == rank || block.pieces[rank].empty()) continue;
         received[i] = at::empty(
-            {Elements(block.pieces[rank]) * ElementSize(block)},
-            at::TensorOptions(MetadataDevice(group_)).dtype(at::kByte));
+            {Elements(block.pieces[rank]) * ElementSize(block)}, at::kByte);
         messages.push_back({received[i]});
         works.push_back(StartCollective(group_, [&] {
           return group_.recv(messages.back(), block.reader, i);
@@ -239,14 +242,24 @@ class SharedReader {
 
     for (size_t i = 0; i < round.size(); ++i) {
       if (!received[i].defined()) continue;
-      const at::Tensor bytes = received[i].cpu();
-      const char* position = static_cast<const char*>(bytes.const_data_ptr());
-      for (const Piece& piece : round[i].pieces[rank]) {
-        Place(round[i], piece, position);
-        position += piece.count * ElementSize(round[i]);
-      }
+      Guard([&] {
+        const char* position =
+            static_cast<const char*>(received[i].const_data_ptr());
+        for (const Piece& piece : round[i].pieces[rank]) {
+          Place(round[i], piece, position);
+          position += piece.count * ElementSize(round[i]);
+        }
+        return absl::OkStatus();
+      });
     }
     return absl::OkStatus();
+  }
+
+  // A step whose error must wait: the others count on this rank until they
+  // agree.
+  void Guard(const std::function<absl::Status()>& step) {
+    read_status_.Update(
+        GuardedStep(absl::StrCat("loading ", checkpoint_.path()), step));
   }
 
   // Ends the reading on all ranks if one of them could not read.
@@ -262,7 +275,6 @@ class SharedReader {
 
   absl::Status ReadBlock(const Block& block, std::vector<char>& contents) {
     const CheckpointTensor& source = checkpoint_.tensors()[block.source];
-    contents.resize((block.end - block.begin) * ElementSize(block));
     LORA_RETURN_IF_ERROR(checkpoint_.files()[source.file].Read(
         *source.info, block.begin * ElementSize(block),
         absl::MakeSpan(contents)));
@@ -284,7 +296,7 @@ class SharedReader {
                   piece.count * element_size);
       position += piece.count * element_size;
     }
-    return bytes.to(MetadataDevice(group_));
+    return bytes;
   }
 
   void Place(const Block& block, const Piece& piece, const char* bytes) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,12 +15,15 @@
 #include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/equal.h"
+#include "ATen/ops/ones.h"
 #include "ATen/ops/tensor.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/internal/fnv1a.h"
 #include "distributed/checkpoint/missing_parameter_initializer.h"
@@ -630,9 +634,82 @@ TEST_F(FailingRankTest, CannotReadItsData) {
       EXPECT_THAT(status, StatusIs(absl::StatusCode::kDataLoss,
                                    AllOf(HasSubstr("rank 1: "),
                                          HasSubstr(Path("other")),
-                                         HasSubstr("ends at byte 600"))));
+                                         HasSubstr("the file ends at byte"))));
     }
   }
+}
+
+// The callback throws while others wait for what the rank read.
+TEST_F(FailingRankTest, HasACallbackThatThrows) {
+  for (const bool read_once : {false, true}) {
+    SCOPED_TRACE(read_once);
+    WriteCheckpoint(Path("in"));
+    std::map<std::string, at::Tensor> whole = ReadCheckpoint(Path("in"));
+    whole["zz"] = at::empty({3});
+    std::mutex mutex;
+    std::vector<absl::Status> statuses;
+    const absl::Time start = absl::Now();
+    RunRanks(3, [&](int rank, GroupPtr group) {
+      LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
+      const ModulePtr model = MetaModelOf(whole);
+      LoadCheckpointOptions options;
+      options.mesh = mesh;
+      options.layouts = ShardedLayouts(*model, mesh, {Placement::Shard(0)});
+      if (read_once) options.read_once_dims = {0};
+      options.missing_parameter_initializer =
+          [&](absl::string_view, at::IntArrayRef, at::ScalarType dtype,
+              const TensorSlice& slice) {
+            // Until a callback is due.
+            if (slice.numel() > 0) absl::SleepFor(absl::Milliseconds(200));
+            return std::make_optional(at::empty(slice.sizes, dtype));
+          };
+      options.progress = [&](const LoadProgress&) {
+        if (rank == 1) throw std::runtime_error("no terminal");
+      };
+      const absl::Status status =
+          LoadCheckpoint(*model, Path("in"), options).status();
+      const std::lock_guard<std::mutex> lock(mutex);
+      statuses.push_back(status);
+    });
+    ASSERT_EQ(statuses.size(), 3);
+    for (const absl::Status& status : statuses) {
+      EXPECT_EQ(status, statuses.front());
+      EXPECT_THAT(status, StatusIs(absl::StatusCode::kInternal,
+                                   AllOf(HasSubstr("rank 1: "),
+                                         HasSubstr("no terminal"))));
+    }
+    // Not after the timeout of a collective.
+    EXPECT_LT(absl::Now() - start, absl::Seconds(30));
+  }
+}
+
+// As where its memory runs out. A sparse tensor has no rows to take.
+TEST_F(FailingRankTest, CannotGiveItsRows) {
+  std::mutex mutex;
+  std::vector<absl::Status> statuses;
+  const absl::Time start = absl::Now();
+  RunRanks(3, [&](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
+    torch::nn::Module model;
+    const at::Tensor rows = at::ones({2, 4});
+    model.register_buffer("rows", rank == 1 ? rows.to_sparse() : rows);
+    SaveCheckpointOptions options;
+    options.mesh = mesh;
+    StateLayout& layout = options.layouts["rows"];
+    layout.global_shape = {6, 4};
+    layout.layout = {mesh, {Placement::Shard(0)}};
+    const absl::Status status = SaveCheckpoint(model, Path("out"), options);
+    const std::lock_guard<std::mutex> lock(mutex);
+    statuses.push_back(status);
+  });
+  ASSERT_EQ(statuses.size(), 3);
+  for (const absl::Status& status : statuses) {
+    EXPECT_EQ(status, statuses.front());
+    EXPECT_THAT(status, StatusIs(absl::StatusCode::kInternal,
+                                 HasSubstr("rank 1: saving ")));
+  }
+  EXPECT_LT(absl::Now() - start, absl::Seconds(30));
+  EXPECT_FALSE(fs::exists(Path("out")));
 }
 
 TEST_F(ShardedCheckpointTest, RefusesLayoutsThatDoNotFit) {
