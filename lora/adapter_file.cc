@@ -1,5 +1,6 @@
 #include "lora/adapter_file.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -35,6 +36,7 @@
 #include "lora/internal/adapter_config.h"
 #include "lora/layer_replacement.h"
 #include "lora/lora_adapter.h"
+#include "lora/tensor_parallel_layouts.h"
 #include "torch/nn/module.h"
 
 namespace trainer_lora::lora {
@@ -230,9 +232,17 @@ absl::StatusOr<Adapters> CollectAdapters(
         ", which one file can't say: use_dora and use_rslora must be the same "
         "for all"));
   }
+  const distributed::StateLayouts own_layouts = TensorParallelLayouts(model);
   for (const NamedParameter& bias : TrainedBiases(model, adapter_name)) {
     ModelTensor parameter = find(bias.name);
-    LORA_RETURN_IF_ERROR(CheckParameter(parameter, /*is_split=*/false, purpose));
+    const bool is_split = std::any_of(
+        parameter.names.begin(), parameter.names.end(),
+        [&](const std::string& name) {
+          const auto own = own_layouts.find(name);
+          return own != own_layouts.end() &&
+                 own->second.LocalShape() != own->second.global_shape;
+        });
+    LORA_RETURN_IF_ERROR(CheckParameter(parameter, is_split, purpose));
     adapters.tensors.push_back({"base_model.model." + bias.name,
                                 parameter.GlobalShape(), std::move(parameter)});
   }

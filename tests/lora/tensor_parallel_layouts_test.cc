@@ -37,6 +37,7 @@
 namespace trainer_lora::lora {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::UnorderedElementsAre;
@@ -348,6 +349,45 @@ TEST_F(TensorParallelLayoutsTest, AdaptersInShardsAreSavedAsOfOneProcess) {
     ASSERT_THAT(SaveAdapter(*model, saved, save), IsOk());
   });
   ExpectSameFolder(saved, expected);
+}
+
+// Those that are trained with the adapter of another layer.
+TEST_F(TensorParallelLayoutsTest, BiasesOfSplitLayersAreSavedWhole) {
+  RunRanks(2, [&](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const MeshPtr mesh,
+        DeviceMesh::Create(group, {{"data", 1}, {"tensor", 2}}));
+    config::LoraConfig config = Config();
+    config.target_modules = {"head"};
+    config.bias = config::BiasTraining::kAll;
+    const auto model = SplitModel(mesh);
+    model->register_module("head", ReplicatedLinear(kHidden, 2));
+    ASSERT_THAT(EnableLoraTraining(*model, config), IsOk());
+    const at::Tensor bias = model->named_parameters()["qkv.bias"].detach();
+    bias.copy_(
+        ExpectedPart("qkv.bias", at::arange(kQuery + 2 * kKey), 2, rank));
+    EXPECT_THAT(
+        SaveAdapter(*model, folder_.Path("alone" + std::to_string(rank))),
+        StatusIs(absl::StatusCode::kInvalidArgument,
+                 AllOf(HasSubstr("qkv.bias is split over ranks"),
+                       HasSubstr("TensorParallelLayouts"))));
+    SaveAdapterOptions save;
+    save.mesh = mesh;
+    save.layouts = TensorParallelLayouts(*model);
+    EXPECT_THAT(SaveAdapter(*model, folder_.Path("adapter"), save), IsOk());
+
+    // That of a layer whose input is split is whole.
+    torch::nn::Module rows;
+    rows.register_module("out", model->named_children()["out"]);
+    rows.register_module("head", ReplicatedLinear(kHidden, 2));
+    ASSERT_THAT(EnableLoraTraining(rows, config), IsOk());
+    EXPECT_THAT(SaveAdapter(rows, folder_.Path("rows" + std::to_string(rank))),
+                IsOk());
+  });
+  const Tensors saved =
+      ReadCheckpoint(folder_.Path("adapter/adapter_model.safetensors"));
+  EXPECT_TRUE(at::equal(saved.at("base_model.model.qkv.bias"),
+                        at::arange(kQuery + 2 * kKey, at::kFloat)));
 }
 
 TEST_F(TensorParallelLayoutsTest, ErrorsOfAdapterFoldersAreThoseOfAllRanks) {
