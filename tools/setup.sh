@@ -43,7 +43,9 @@ common --override_repository=platforms=/usr/share/bazel/platforms
 common --override_repository=rules_java=/usr/share/bazel/rules/java
 common --override_repository=rules_proto=/usr/share/bazel/rules/proto
 common --override_repository=rules_cc=${root}/third_party/debian_bazel/rules_cc
-common --override_repository=remote_coverage_tools=${root}/third_party/debian_bazel/remote_coverage_tools"
+common --override_repository=remote_coverage_tools=${root}/third_party/debian_bazel/remote_coverage_tools
+# Debian turns it on, in /etc/bazel/bazelrc: twenty lines an action.
+build --nosandbox_debug"
   if [[ "$(cat "${rc}" 2>/dev/null)" != "${wanted}" ]]; then
     printf '%s\n' "${wanted}" >"${rc}"
     echo "setup: wrote ${rc#"${root}/"}"
