@@ -280,11 +280,12 @@ class LoraLayer : public torch::nn::Module {
   // likewise, if a decomposition does not converge; kResourceExhausted if there
   // is no memory.
   absl::Status InitializeFromBase();
-  // The two halves of it, so that of several layers all are computed before one
-  // is changed. FactorsFromBase(): lora_A and lora_B as an adapter of this
-  // layer, or one that it will adopt, starts with them; undefined if nothing is
-  // to be taken out of the weight. InitializeFromBase() with them writes.
+  // Its first half, which changes nothing, so that of several layers all can be
+  // computed before one is changed: lora_A and lora_B as `adapter`, of this
+  // layer or one that it will adopt, starts with them; undefined if nothing is
+  // to be taken out of the weight. Errors as InitializeFromBase().
   absl::StatusOr<LoraAdapter> FactorsFromBase(const LoraAdapter& adapter) const;
+  // Its second half: writes `factors`, what FactorsFromBase() returned.
   absl::Status InitializeFromBase(const LoraAdapter& factors);
   // What InitializeFromBase() took out of the base weight for this adapter: the
   // factors that it started with, on the CPU; undefined for other adapters, and
