@@ -7,9 +7,11 @@
 // NOLINTBEGIN(bugprone-reserved-identifier)
 extern "C" {
 
+// Tests ask for more memory than there is.
 const char* __asan_default_options() {
   return "detect_leaks=1:detect_stack_use_after_return=1:"
-         "check_initialization_order=1:strict_init_order=1";
+         "check_initialization_order=1:strict_init_order=1:"
+         "allocator_may_return_null=1";
 }
 
 // Where a peer is lost, libtorch's process group of Gloo frees a collective's
@@ -26,7 +28,7 @@ const char* __ubsan_default_options() { return "print_stacktrace=1"; }
 // where they call into instrumented code.
 const char* __tsan_default_options() {
   return "halt_on_error=1:second_deadlock_stack=1:"
-         "ignore_noninstrumented_modules=1";
+         "ignore_noninstrumented_modules=1:allocator_may_return_null=1";
 }
 
 }  // extern "C"
