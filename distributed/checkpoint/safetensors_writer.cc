@@ -25,6 +25,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "config/internal/status_macros.h"
+#include "distributed/checkpoint/internal/open_folder.h"
 #include "distributed/checkpoint/internal/safetensors_header.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "nlohmann/json.hpp"
@@ -216,24 +217,15 @@ class SafetensorsWriter::TemporaryFile {
     if (close(std::exchange(descriptor_, -1)) != 0) {
       return FileError("closing", path_);
     }
-    // Before the rename, which nothing undoes.
-    const std::string folder = Folder(target);
-    const int folder_descriptor =
-        open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder_descriptor < 0) return FileError("opening", folder);
-    absl::Status status;
+    const std::string folder_path = Folder(target);
+    const internal::OpenFolder folder(folder_path);
+    if (!folder.is_open()) return FileError("opening", folder_path);
     if (rename(path_.c_str(), target.c_str()) != 0) {
-      status = FileError("replacing", target);
-    } else {
-      path_.clear();
-      // So that the rename outlives a loss of power. EINVAL: a file system that
-      // does not flush folders.
-      if (fsync(folder_descriptor) != 0 && errno != EINVAL) {
-        status = FileError("flushing", folder);
-      }
+      return FileError("replacing", target);
     }
-    close(folder_descriptor);
-    return status;
+    path_.clear();
+    return folder.Flush() ? absl::OkStatus()
+                          : FileError("flushing", folder_path);
   }
 
  private:

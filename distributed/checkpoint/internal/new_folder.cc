@@ -20,6 +20,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "config/internal/status_macros.h"
+#include "distributed/checkpoint/internal/open_folder.h"
 
 namespace trainer_lora::distributed::internal {
 namespace {
@@ -38,34 +39,6 @@ absl::Status ExistsError(const std::string& target) {
   return absl::AlreadyExistsError(
       absl::StrCat(target, " exists: choose another folder"));
 }
-
-// A folder whose entries are to outlive a loss of power.
-class OpenFolder {
- public:
-  explicit OpenFolder(const std::string& path)
-      : path_(path),
-        descriptor_(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)),
-        status_(descriptor_ < 0 ? ErrnoStatus(path) : absl::OkStatus()) {}
-  OpenFolder(const OpenFolder&) = delete;
-  OpenFolder& operator=(const OpenFolder&) = delete;
-  ~OpenFolder() {
-    if (descriptor_ >= 0) close(descriptor_);
-  }
-
-  // Whether it is open.
-  const absl::Status& status() const { return status_; }
-
-  absl::Status Sync() const {
-    // EINVAL: a file system that does not flush folders.
-    if (fsync(descriptor_) == 0 || errno == EINVAL) return absl::OkStatus();
-    return ErrnoStatus(path_);
-  }
-
- private:
-  const std::string path_;
-  const int descriptor_;
-  const absl::Status status_;
-};
 
 // False, with errno, if something is at `to`.
 bool RenameToNew(const std::string& from, const std::string& to) {
@@ -132,18 +105,17 @@ absl::Status NewFolder::WriteText(absl::string_view file,
 
 absl::Status NewFolder::MoveIntoPlace() {
   const OpenFolder folder(path_);
-  LORA_RETURN_IF_ERROR(folder.status());
-  LORA_RETURN_IF_ERROR(folder.Sync());
-  const std::string parent_path = fs::path(target_).parent_path().string();
-  // Before the rename, which nothing undoes.
-  const OpenFolder parent(parent_path.empty() ? "." : parent_path);
-  LORA_RETURN_IF_ERROR(parent.status());
+  if (!folder.is_open() || !folder.Flush()) return ErrnoStatus(path_);
+  std::string parent_path = fs::path(target_).parent_path().string();
+  if (parent_path.empty()) parent_path = ".";
+  const OpenFolder parent(parent_path);
+  if (!parent.is_open()) return ErrnoStatus(parent_path);
   if (!RenameToNew(path_, target_)) {
     if (errno == EEXIST || errno == ENOTEMPTY) return ExistsError(target_);
     return ErrnoStatus(absl::StrCat("cannot rename ", path_, " to ", target_));
   }
   path_.clear();
-  return parent.Sync();
+  return parent.Flush() ? absl::OkStatus() : ErrnoStatus(parent_path);
 }
 
 }  // namespace trainer_lora::distributed::internal

@@ -17,9 +17,8 @@ namespace trainer_lora::distributed::internal {
 class NewFolder {
  public:
   // Beside `target`, whose parent must exist, for those whom the umask lets in.
-  // kAlreadyExists, which says what
-  // to do, if something is at `target`; kUnavailable or kResourceExhausted if
-  // no folder can be made.
+  // kAlreadyExists, which says what to do, if something is at `target`;
+  // kUnavailable or kResourceExhausted if no folder can be made.
   static absl::StatusOr<NewFolder> Create(const std::string& target);
 
   NewFolder(NewFolder&& other) noexcept
