@@ -15,14 +15,12 @@
 #include <vector>
 
 #include "ATen/Functions.h"
-#include "ATen/MemoryOverlap.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/types/span.h"
 #include "c10/core/GradMode.h"
-#include "c10/core/InferenceMode.h"
 #include "config/internal/status_macros.h"
 #include "distributed/checkpoint/internal/gather_rows.h"
 #include "distributed/checkpoint/internal/guarded_step.h"
@@ -46,6 +44,8 @@ using ::trainer_lora::distributed::DeviceMesh;
 using ::trainer_lora::distributed::internal::AgreedStep;
 using ::trainer_lora::distributed::internal::ModelTensor;
 using ::trainer_lora::distributed::internal::RowGathering;
+
+using Step = std::function<absl::Status()>;
 
 constexpr char kTensorFile[] = "adapter_model.safetensors";
 constexpr char kConfigFile[] = "adapter_config.json";
@@ -142,14 +142,13 @@ absl::Status CheckParameter(const ModelTensor& parameter, bool is_split,
         "], and [", absl::StrJoin(parameter.LocalShape(), ", "),
         "] by its layout"));
   }
-  if (purpose == Purpose::kLoad &&
-      (at::has_internal_overlap(parameter.tensor) == at::MemOverlap::Yes ||
-       (parameter.tensor.is_inference() &&
-        !c10::InferenceMode::is_enabled()))) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(name,
-                     " can't be written: it is expanded, or was made in "
-                     "inference mode"));
+  if (purpose == Purpose::kLoad) {
+    const char* const problem =
+        distributed::internal::WriteProblem(parameter.tensor);
+    if (problem != nullptr) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(name, " can't be written: it ", problem));
+    }
   }
   return absl::OkStatus();
 }
@@ -266,15 +265,12 @@ internal::AdapterDescription Describe(const Adapters& adapters,
 }
 
 // The tensors of the file, on rank 0; collective over `mesh`, if there is one.
+// `agreed` takes a step whose error is that of all ranks.
 absl::StatusOr<std::vector<at::Tensor>> GatherTensors(
     const Adapters& adapters, const DeviceMesh* mesh,
-    const std::string& folder) {
+    const std::function<absl::Status(const Step&)>& agreed) {
   std::vector<at::Tensor> tensors;
   for (const FileTensor& item : adapters.tensors) {
-    const auto agreed = [&](const std::function<absl::Status()>& step) {
-      return AgreedStep(mesh, absl::StrCat("saving of ", folder),
-                        absl::StrCat("saving ", folder), step);
-    };
     std::optional<RowGathering> gathering;
     LORA_RETURN_IF_ERROR(agreed([&] {
       gathering.emplace(mesh, item.parameter, /*begin=*/0,
@@ -425,7 +421,7 @@ absl::Status SaveAdapter(const torch::nn::Module& model,
                          const SaveAdapterOptions& options) {
   const c10::NoGradGuard no_grad;
   const DeviceMesh* const mesh = options.mesh.get();
-  const auto agreed = [&](const std::function<absl::Status()>& step) {
+  const auto agreed = [&](const Step& step) {
     return AgreedStep(mesh, absl::StrCat("saving of ", folder),
                       absl::StrCat("saving ", folder), step);
   };
@@ -446,7 +442,7 @@ absl::Status SaveAdapter(const torch::nn::Module& model,
         lines));
   }
   LORA_ASSIGN_OR_RETURN(const std::vector<at::Tensor> tensors,
-                        GatherTensors(adapters, mesh, folder));
+                        GatherTensors(adapters, mesh, agreed));
   return agreed([&]() -> absl::Status {
     if (mesh != nullptr && mesh->rank() != 0) return absl::OkStatus();
     LORA_ASSIGN_OR_RETURN(

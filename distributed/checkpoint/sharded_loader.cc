@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "ATen/MemoryOverlap.h"
 #include "ATen/core/Tensor.h"
 #include "ATen/ops/empty.h"
 #include "ATen/record_function.h"
@@ -211,13 +210,9 @@ class LoadPlanner {
             "] in the model, and [", absl::StrJoin(shape, ", "), "] of [",
             absl::StrJoin(targets[i].global_shape, ", "), "] by its layout"));
       }
-      if (tensor.is_inference()) {
-        not_writable.push_back(
-            absl::StrCat(name, " was made in inference mode"));
-      } else if (!tensor.is_meta() &&
-                 at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-        not_writable.push_back(
-            absl::StrCat(name, " has several elements in one place"));
+      const char* const write_problem = internal::WriteProblem(tensor);
+      if (write_problem != nullptr) {
+        not_writable.push_back(absl::StrCat(name, " ", write_problem));
       }
       // Materializing breaks what autograd or another tensor knows of a tensor.
       if (!tensor.is_meta()) continue;
