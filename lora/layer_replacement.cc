@@ -307,12 +307,7 @@ absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model) {
   // All are computed before one is written.
   std::vector<LoraAdapter> factors(adapted.size());
   for (size_t i = 0; i < adapted.size(); ++i) {
-    for (const std::string& name : adapted[i]->adapter_names()) {
-      LORA_ASSIGN_OR_RETURN(
-          LoraAdapter of_adapter,
-          adapted[i]->FactorsFromBase(adapted[i]->adapter(name)));
-      if (of_adapter.lora_A.defined()) factors[i] = std::move(of_adapter);
-    }
+    LORA_ASSIGN_OR_RETURN(factors[i], adapted[i]->FactorsFromBase());
   }
   for (size_t i = 0; i < adapted.size(); ++i) {
     LORA_RETURN_IF_ERROR(adapted[i]->InitializeFromBase(factors[i]));

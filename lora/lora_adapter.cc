@@ -759,14 +759,13 @@ absl::Status LoraLayer::InitializeFromBase(const LoraAdapter& factors) {
   });
 }
 
+absl::StatusOr<LoraAdapter> LoraLayer::FactorsFromBase() const {
+  if (slots_.size() != 1) return LoraAdapter();
+  return FactorsFromBase(adapter(slots_[0].name));
+}
+
 absl::Status LoraLayer::InitializeFromBase() {
-  LoraAdapter factors;
-  for (const Slot& slot : slots_) {
-    LORA_ASSIGN_OR_RETURN(LoraAdapter of_slot,
-                          FactorsFromBase(adapter(slot.name)));
-    // One that has some is the only adapter.
-    if (of_slot.lora_A.defined()) factors = std::move(of_slot);
-  }
+  LORA_ASSIGN_OR_RETURN(const LoraAdapter factors, FactorsFromBase());
   return InitializeFromBase(factors);
 }
 

@@ -285,6 +285,8 @@ class LoraLayer : public torch::nn::Module {
   // layer or one that it will adopt, starts with them; undefined if nothing is
   // to be taken out of the weight. Errors as InitializeFromBase().
   absl::StatusOr<LoraAdapter> FactorsFromBase(const LoraAdapter& adapter) const;
+  // The same of the layer's own adapter: one that has some is the only one.
+  absl::StatusOr<LoraAdapter> FactorsFromBase() const;
   // Its second half: writes `factors`, what FactorsFromBase() returned.
   absl::Status InitializeFromBase(const LoraAdapter& factors);
   // What InitializeFromBase() took out of the base weight for this adapter: the

@@ -14,27 +14,26 @@ namespace trainer_lora::lora {
 
 absl::Status MergeAdapters(torch::nn::Module& model,
                            const MergeOptions& options) {
-  std::vector<std::pair<std::string, const LoraLayer*>> active;
+  std::vector<std::pair<std::string, LoraLayer*>> active;
   for (const NamedLoraLayer& item : LoraLayers(model)) {
     if (!item.layer->active_adapters().empty()) {
       active.emplace_back(item.name, item.layer);
     }
   }
+  if (active.empty()) {
+    return absl::InvalidArgumentError(
+        "no layer of the model has an active LoRA adapter to merge");
+  }
   LORA_RETURN_IF_ERROR(internal::CheckWeightsAreNotShared(
       active, "it would take the adapters of both"));
   std::vector<LoraLayer*> merged;
-  for (const NamedLoraLayer& item : LoraLayers(model)) {
-    if (item.layer->active_adapters().empty()) continue;
-    const absl::Status status = item.layer->Merge(options.check_finite);
+  for (const auto& [name, layer] : active) {
+    const absl::Status status = layer->Merge(options.check_finite);
     if (!status.ok()) {
-      for (LoraLayer* layer : merged) layer->Unmerge().IgnoreError();
+      for (LoraLayer* other : merged) other->Unmerge().IgnoreError();
       return status;
     }
-    merged.push_back(item.layer);
-  }
-  if (merged.empty()) {
-    return absl::InvalidArgumentError(
-        "no layer of the model has an active LoRA adapter to merge");
+    merged.push_back(layer);
   }
   return absl::OkStatus();
 }

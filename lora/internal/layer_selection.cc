@@ -391,7 +391,7 @@ absl::StatusOr<LayerSelection> SelectLayers(
   }
 
   if (config::StartsFromBase(config.initialization)) {
-    std::vector<std::pair<std::string, const LoraLayer*>> named;
+    std::vector<std::pair<std::string, LoraLayer*>> named;
     for (const SelectedLayer& selected : selection.layers) {
       named.emplace_back(selected.names.front(), selected.layer);
     }
@@ -432,7 +432,7 @@ absl::StatusOr<LayerSelection> SelectLayers(
 }
 
 absl::Status CheckWeightsAreNotShared(
-    const std::vector<std::pair<std::string, const LoraLayer*>>& layers,
+    const std::vector<std::pair<std::string, LoraLayer*>>& layers,
     absl::string_view problem) {
   // A view of other elements, such as of a flat buffer, is another weight.
   std::map<std::pair<const c10::StorageImpl*, int64_t>, std::string> names;

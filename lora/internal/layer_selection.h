@@ -60,7 +60,7 @@ absl::StatusOr<LayerSelection> SelectLayers(
 // embeddings do, with both names and `problem`: what would then go wrong. Each
 // layer is given with its name.
 absl::Status CheckWeightsAreNotShared(
-    const std::vector<std::pair<std::string, const LoraLayer*>>& layers,
+    const std::vector<std::pair<std::string, LoraLayer*>>& layers,
     absl::string_view problem);
 
 }  // namespace trainer_lora::lora::internal
