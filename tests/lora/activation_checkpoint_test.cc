@@ -14,6 +14,7 @@
 #include "c10/util/intrusive_ptr.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/testutil/autocast_scope.h"
 #include "tests/testutil/tensor_memory.h"
 #include "torch/csrc/autograd/autograd.h"
 
@@ -22,6 +23,7 @@ namespace {
 
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
+using ::trainer_lora::testutil::AutocastScope;
 using ::trainer_lora::testutil::TensorMemory;
 
 using Tensors = std::vector<at::Tensor>;
@@ -83,19 +85,6 @@ void ExpectBitwiseEqual(const Tensors& actual, const Tensors& expected) {
 at::Tensor RngState() {
   return at::globalContext().defaultGenerator(at::kCPU).get_state();
 }
-
-class AutocastScope {
- public:
-  AutocastScope() {
-    at::autocast::increment_nesting();
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-  }
-  ~AutocastScope() {
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-  }
-};
 
 TEST(CheckpointTest, GradientsAreBitwiseThoseOfTheFunction) {
   const Block block;

@@ -3,12 +3,12 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
-#include "ATen/autocast_mode.h"
 #include "absl/status/status.h"
 #include "c10/core/GradMode.h"
 #include "config/lora_config.h"
@@ -21,6 +21,7 @@
 #include "lora/linear.h"
 #include "lora/lora_adapter.h"
 #include "lora/lora_matmul.h"
+#include "tests/testutil/autocast_scope.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/temporary_folder.h"
 #include "torch/csrc/autograd/autograd.h"
@@ -34,24 +35,10 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::trainer_lora::config::AdapterInitialization;
 using ::trainer_lora::config::BiasTraining;
+using ::trainer_lora::testutil::AutocastScope;
 using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::StatusIs;
 using ::trainer_lora::testutil::TemporaryFolder;
-
-// Autocast of the CPU to bfloat16 while one lives.
-class AutocastOn {
- public:
-  explicit AutocastOn(bool enabled)
-      : before_(at::autocast::is_autocast_enabled(at::kCPU)) {
-    at::autocast::set_autocast_enabled(at::kCPU, enabled);
-  }
-  ~AutocastOn() { at::autocast::set_autocast_enabled(at::kCPU, before_); }
-  AutocastOn(const AutocastOn&) = delete;
-  AutocastOn& operator=(const AutocastOn&) = delete;
-
- private:
-  bool before_;
-};
 
 struct ModelImpl : torch::nn::Module {
   explicit ModelImpl(int64_t in = 6, int64_t out = 9)
@@ -290,7 +277,8 @@ TEST(DoraLayerTest, ComputesInTheInputsTypeAndRoundsOnce) {
       // In bfloat16 this ratio would be 1.0078. Rounded as products, the many
       // outputs have it in their sum.
       const auto run = [&] {
-        const AutocastOn scope(autocast);
+        std::optional<AutocastScope> scope;
+        if (autocast) scope.emplace();
         return model->to_q(x).detach();
       };
       const at::Tensor before = run();

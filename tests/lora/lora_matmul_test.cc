@@ -10,12 +10,12 @@
 #include "ATen/Functions.h"
 #include "ATen/Parallel.h"
 #include "ATen/TensorOperators.h"
-#include "ATen/autocast_mode.h"
 #include "absl/types/span.h"
 #include "c10/core/GradMode.h"
 #include "c10/util/Exception.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/testutil/autocast_scope.h"
 #include "tests/testutil/gradcheck.h"
 #include "tests/testutil/operator_log.h"
 #include "tests/testutil/tensor_memory.h"
@@ -27,6 +27,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
+using ::trainer_lora::testutil::AutocastScope;
 using ::trainer_lora::testutil::GradCheck;
 using ::trainer_lora::testutil::GradGradCheck;
 using ::trainer_lora::testutil::OperatorLog;
@@ -112,19 +113,6 @@ int64_t Gemms(const OperatorLog& log) {
   return log.Count("aten::mm") + log.Count("aten::addmm") +
          log.Count("aten::addmm_");
 }
-
-// Autocast on the CPU to bfloat16.
-class AutocastScope {
- public:
-  AutocastScope() {
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-  }
-  ~AutocastScope() {
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-    at::autocast::clear_cache();
-  }
-};
 
 // --- Values and gradients ----------------------------------------------------
 

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -529,36 +530,54 @@ TEST_F(ShardedCheckpointTest, LoadsAgainIntoTheSameMemory) {
 // What goes wrong on one rank is the same error on all, and nothing is loaded.
 class FailingRankTest : public ShardedCheckpointTest {
  protected:
+  // What `run` returns on each of three ranks, which must be the same.
+  static absl::Status StatusOfAllRanks(
+      const std::function<absl::Status(int rank, const MeshPtr& mesh)>& run) {
+    std::mutex mutex;
+    std::vector<absl::Status> statuses;
+    RunRanks(3, [&](int rank, GroupPtr group) {
+      LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
+      const absl::Status status = run(rank, mesh);
+      const std::lock_guard<std::mutex> lock(mutex);
+      statuses.push_back(status);
+    });
+    EXPECT_EQ(statuses.size(), 3);
+    for (const absl::Status& status : statuses) {
+      EXPECT_EQ(status, statuses.front());
+    }
+    return statuses.empty() ? absl::UnknownError("no rank") : statuses.front();
+  }
+
+  // The options of a load into shards of `model`.
+  static LoadCheckpointOptions OptionsFor(const torch::nn::Module& model,
+                                          const MeshPtr& mesh, bool read_once) {
+    LoadCheckpointOptions options;
+    options.mesh = mesh;
+    options.layouts = ShardedLayouts(model, mesh, {Placement::Shard(0)});
+    if (read_once) options.read_once_dims = {0};
+    return options;
+  }
+
   // Rank 1 loads from "other", the others from "in".
   void ExpectErrorOnAllRanks(absl::StatusCode code,
                              const std::vector<std::string>& substrings,
                              bool read_once = false) {
     const std::map<std::string, at::Tensor> whole = ReadCheckpoint(Path("in"));
-    std::mutex mutex;
-    std::vector<absl::Status> statuses;
-    RunRanks(3, [&](int rank, GroupPtr group) {
-      LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
-      const ModulePtr model = MetaModelOf(whole);
-      LoadCheckpointOptions options;
-      options.mesh = mesh;
-      options.layouts = ShardedLayouts(*model, mesh, {Placement::Shard(0)});
-      if (read_once) options.read_once_dims = {0};
-      const absl::Status status =
-          LoadCheckpoint(*model, Path(rank == 1 ? "other" : "in"), options)
-              .status();
-      for (const at::Tensor& tensor : model->parameters()) {
-        EXPECT_TRUE(tensor.is_meta());
-      }
-      const std::lock_guard<std::mutex> lock(mutex);
-      statuses.push_back(status);
-    });
-    ASSERT_EQ(statuses.size(), 3);
-    for (const absl::Status& status : statuses) {
-      EXPECT_EQ(status, statuses.front());
-      EXPECT_EQ(status.code(), code);
-      for (const std::string& substring : substrings) {
-        EXPECT_THAT(status.message(), HasSubstr(substring));
-      }
+    const absl::Status status =
+        StatusOfAllRanks([&](int rank, const MeshPtr& mesh) {
+          const ModulePtr model = MetaModelOf(whole);
+          absl::Status of_rank =
+              LoadCheckpoint(*model, Path(rank == 1 ? "other" : "in"),
+                             OptionsFor(*model, mesh, read_once))
+                  .status();
+          for (const at::Tensor& tensor : model->parameters()) {
+            EXPECT_TRUE(tensor.is_meta());
+          }
+          return of_rank;
+        });
+    EXPECT_EQ(status.code(), code);
+    for (const std::string& substring : substrings) {
+      EXPECT_THAT(status.message(), HasSubstr(substring));
     }
   }
 };
@@ -599,15 +618,9 @@ TEST_F(FailingRankTest, CannotReadItsData) {
     WriteCheckpoint(Path("other"));
     std::map<std::string, at::Tensor> whole = ReadCheckpoint(Path("in"));
     whole["zz"] = at::empty({3});
-    std::mutex mutex;
-    std::vector<absl::Status> statuses;
-    RunRanks(3, [&](int rank, GroupPtr group) {
-      LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
+    const auto load = [&](int rank, const MeshPtr& mesh) {
       const ModulePtr model = MetaModelOf(whole);
-      LoadCheckpointOptions options;
-      options.mesh = mesh;
-      options.layouts = ShardedLayouts(*model, mesh, {Placement::Shard(0)});
-      if (read_once) options.read_once_dims = {0};
+      LoadCheckpointOptions options = OptionsFor(*model, mesh, read_once);
       const std::string path = Path(rank == 1 ? "other" : "in");
       options.missing_parameter_initializer =
           [&](absl::string_view, at::IntArrayRef, at::ScalarType dtype,
@@ -620,22 +633,16 @@ TEST_F(FailingRankTest, CannotReadItsData) {
             }
             return std::make_optional(at::empty(slice.sizes, dtype));
           };
-      const absl::Status status =
-          LoadCheckpoint(*model, path, options).status();
+      absl::Status status = LoadCheckpoint(*model, path, options).status();
       for (const at::Tensor& tensor : model->parameters()) {
         EXPECT_TRUE(tensor.is_meta());
       }
-      const std::lock_guard<std::mutex> lock(mutex);
-      statuses.push_back(status);
-    });
-    ASSERT_EQ(statuses.size(), 3);
-    for (const absl::Status& status : statuses) {
-      EXPECT_EQ(status, statuses.front());
-      EXPECT_THAT(status, StatusIs(absl::StatusCode::kDataLoss,
-                                   AllOf(HasSubstr("rank 1: "),
-                                         HasSubstr(Path("other")),
-                                         HasSubstr("the file ends at byte"))));
-    }
+      return status;
+    };
+    EXPECT_THAT(StatusOfAllRanks(load),
+                StatusIs(absl::StatusCode::kDataLoss,
+                         AllOf(HasSubstr("rank 1: "), HasSubstr(Path("other")),
+                               HasSubstr("the file ends at byte"))));
   }
 }
 
@@ -646,16 +653,10 @@ TEST_F(FailingRankTest, HasACallbackThatThrows) {
     WriteCheckpoint(Path("in"));
     std::map<std::string, at::Tensor> whole = ReadCheckpoint(Path("in"));
     whole["zz"] = at::empty({3});
-    std::mutex mutex;
-    std::vector<absl::Status> statuses;
     const absl::Time start = absl::Now();
-    RunRanks(3, [&](int rank, GroupPtr group) {
-      LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
+    const auto load = [&](int rank, const MeshPtr& mesh) {
       const ModulePtr model = MetaModelOf(whole);
-      LoadCheckpointOptions options;
-      options.mesh = mesh;
-      options.layouts = ShardedLayouts(*model, mesh, {Placement::Shard(0)});
-      if (read_once) options.read_once_dims = {0};
+      LoadCheckpointOptions options = OptionsFor(*model, mesh, read_once);
       options.missing_parameter_initializer =
           [&](absl::string_view, at::IntArrayRef, at::ScalarType dtype,
               const TensorSlice& slice) {
@@ -666,18 +667,12 @@ TEST_F(FailingRankTest, HasACallbackThatThrows) {
       options.progress = [&](const LoadProgress&) {
         if (rank == 1) throw std::runtime_error("no terminal");
       };
-      const absl::Status status =
-          LoadCheckpoint(*model, Path("in"), options).status();
-      const std::lock_guard<std::mutex> lock(mutex);
-      statuses.push_back(status);
-    });
-    ASSERT_EQ(statuses.size(), 3);
-    for (const absl::Status& status : statuses) {
-      EXPECT_EQ(status, statuses.front());
-      EXPECT_THAT(status, StatusIs(absl::StatusCode::kInternal,
-                                   AllOf(HasSubstr("rank 1: "),
-                                         HasSubstr("no terminal"))));
-    }
+      return LoadCheckpoint(*model, Path("in"), options).status();
+    };
+    EXPECT_THAT(
+        StatusOfAllRanks(load),
+        StatusIs(absl::StatusCode::kInternal,
+                 AllOf(HasSubstr("rank 1: "), HasSubstr("no terminal"))));
     // Not after the timeout of a collective.
     EXPECT_LT(absl::Now() - start, absl::Seconds(30));
   }
@@ -685,11 +680,8 @@ TEST_F(FailingRankTest, HasACallbackThatThrows) {
 
 // As where its memory runs out. A sparse tensor has no rows to take.
 TEST_F(FailingRankTest, CannotGiveItsRows) {
-  std::mutex mutex;
-  std::vector<absl::Status> statuses;
   const absl::Time start = absl::Now();
-  RunRanks(3, [&](int rank, GroupPtr group) {
-    LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
+  const auto save = [&](int rank, const MeshPtr& mesh) {
     torch::nn::Module model;
     const at::Tensor rows = at::ones({2, 4});
     model.register_buffer("rows", rank == 1 ? rows.to_sparse() : rows);
@@ -698,16 +690,10 @@ TEST_F(FailingRankTest, CannotGiveItsRows) {
     StateLayout& layout = options.layouts["rows"];
     layout.global_shape = {6, 4};
     layout.layout = {mesh, {Placement::Shard(0)}};
-    const absl::Status status = SaveCheckpoint(model, Path("out"), options);
-    const std::lock_guard<std::mutex> lock(mutex);
-    statuses.push_back(status);
-  });
-  ASSERT_EQ(statuses.size(), 3);
-  for (const absl::Status& status : statuses) {
-    EXPECT_EQ(status, statuses.front());
-    EXPECT_THAT(status, StatusIs(absl::StatusCode::kInternal,
-                                 HasSubstr("rank 1: saving ")));
-  }
+    return SaveCheckpoint(model, Path("out"), options);
+  };
+  EXPECT_THAT(StatusOfAllRanks(save), StatusIs(absl::StatusCode::kInternal,
+                                               HasSubstr("rank 1: saving ")));
   EXPECT_LT(absl::Now() - start, absl::Seconds(30));
   EXPECT_FALSE(fs::exists(Path("out")));
 }
