@@ -1,4 +1,4 @@
-// Included by every public header: consumers don't inherit this repository's
+// Reached from every public header: consumers don't inherit this repository's
 // .bazelrc, so a build with Bazel's old default standard must fail here, in one
 // readable line, and not in the middle of a template.
 #ifndef TRAINER_LORA_CONFIG_LANGUAGE_VERSION_H_

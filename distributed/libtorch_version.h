@@ -4,6 +4,7 @@
 #ifndef TRAINER_LORA_DISTRIBUTED_LIBTORCH_VERSION_H_
 #define TRAINER_LORA_DISTRIBUTED_LIBTORCH_VERSION_H_
 
+#include "config/language_version.h"
 #include "torch/version.h"
 
 #if TORCH_VERSION_MAJOR != 2 || TORCH_VERSION_MINOR != 11

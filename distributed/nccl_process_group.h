@@ -27,6 +27,7 @@
 
 #include "absl/status/status.h"
 #include "c10/core/Device.h"
+#include "distributed/libtorch_version.h"
 
 namespace c10d {
 class ProcessGroup;

@@ -1,4 +1,4 @@
-"""Checks that each header compiles alone: that it includes what it uses.
+"""Checks that each header compiles alone, and that public ones say which language and which libtorch they need.
 
 A source that includes a header before all else shows it: if the source compiles, so does the header. The other headers are
 compiled, with the options that compile_commands.json has for a source that includes them. Runs in the root of the workspace.
@@ -6,6 +6,7 @@ compiled, with the options that compile_commands.json has for a source that incl
 
 import concurrent.futures
 import os
+import re
 import subprocess
 import sys
 
@@ -19,6 +20,15 @@ def _error_of(header: str, arguments: list[str]) -> str:
     return result.stderr or f"{command[0]} failed" if result.returncode else ""
 
 
+def _missing_versions(header: str, files: dict[str, str]) -> list[str]:
+    """The headers with an #error for what is too old that a public header does not reach."""
+    reached = cpp_sources.included(header, files) | {header}
+    wanted = ["config/language_version.h"]
+    if any(name.startswith(("ATen/", "c10/", "torch/")) for file in reached for name in cpp_sources.includes(files[file])):
+        wanted.append("distributed/libtorch_version.h")
+    return [name for name in wanted if name not in reached]
+
+
 def main() -> int:
     files = cpp_sources.read_files()
     commands = cpp_sources.read_compile_commands(files)
@@ -27,6 +37,12 @@ def main() -> int:
     users = {header: source for source in commands for header in cpp_sources.included(source, files)}
 
     failed = False
+    for header in files:
+        if re.match(r"(config|distributed|lora)/(?!.*internal/).*\.h$", header):
+            for name in _missing_versions(header, files):
+                failed = True
+                print(f"check_headers: {header} does not reach {name}: include it", file=sys.stderr)
+
     compiled = [header for header in left if header in users]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         errors = pool.map(lambda header: _error_of(header, commands[users[header]]), compiled)
