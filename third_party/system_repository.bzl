@@ -37,7 +37,7 @@ def _system_repository_impl(repository_ctx):
     for program in repository_ctx.attr.programs:
         _symlink(repository_ctx, repository_ctx.which(program) or "/usr/bin/" + program, "bin/" + program)
     repository_ctx.template("BUILD.bazel", repository_ctx.attr.build_file, substitutions = {
-        "%{LIBRARIES}": repr(["lib/" + library for library in libraries]),
+        '"%{LIBRARIES}"': repr(["lib/" + library for library in libraries]),
     })
 
     # Upstream's labels are aliases of the one library here, so that BUILD files read the same with either.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Checks the format of C++ and Bazel files, that targets depend on what they include and on nothing else, that each component has
 # its tests and its benchmark, that packages depend on each other in one direction only, that every public member has a comment,
-# that headers compile alone, that no action depends on where the tree is, and what clang-tidy says of libraries without libtorch
-# (tools/tidy.sh checks the others). With --fix it formats the files before.
+# that headers compile alone and say which language and libtorch they need, that no action depends on where the tree is, and what
+# clang-tidy says of libraries without libtorch (tools/tidy.sh checks the others). With --fix it formats the files before.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tools/setup.sh
@@ -13,7 +13,7 @@ fix=false
 # Not by git, which an archive of the tree does not have.
 files() { find . \( -name .git -o -name 'bazel-*' -o -name node_modules \) -prune -o -type f "$@" -print | sort; }
 mapfile -t cc_files < <(files \( -name '*.h' -o -name '*.cc' \))
-mapfile -t bazel_files < <(files \( -name WORKSPACE -o -name BUILD.bazel -o -name '*.bzl' \))
+mapfile -t bazel_files < <(files \( -name WORKSPACE -o -name BUILD.bazel -o -name '*.BUILD' -o -name '*.bzl' \))
 
 folder="$(mktemp -d --tmpdir lint.XXXXXX)"
 trap 'rm -rf "${folder}"' EXIT
@@ -56,6 +56,7 @@ forbid_deps() { forbid "deps($1) intersect ($2)" "$1 must not depend on"; }
 forbid_libtorch() { forbid "filter('^@libtorch//:libtorch$', deps($1))" "$1 must not depend on"; }
 forbid_deps '//config/...' '//distributed/... + //lora/... + //examples/... + //tests/...'
 forbid_deps '//distributed/...' '//lora/... + //examples/... + //tests/...'
+forbid_deps '//distributed:all' '//distributed/checkpoint/...'
 forbid_deps '//lora/...' '//examples/... + //tests/...'
 torch_free='//distributed:gradient_bucket + //distributed:placement + //distributed/checkpoint:safetensors_file'
 torch_free+=' + //distributed/checkpoint:safetensors_checkpoint + //distributed/checkpoint:key_aliases'
