@@ -3,6 +3,7 @@
 # Builds generated sources; needs no network once Bazel has fetched the repositories, as any build does.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tools/setup.sh
 
 folder="$(mktemp -d)"
 readonly folder

@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 [[ -n "${REMOTE_EXECUTOR:-}" ]] || exec tools/remote_worker.sh tools/test_remote.sh "$@"
+tools/setup.sh
 
 readonly targets=("${@:-//...}")
 # Next to what this machine has built, which stays.
