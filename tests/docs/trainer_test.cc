@@ -38,23 +38,30 @@ at::Tensor Batch(int64_t index) {
   return at::sin(at::arange(8 * 16, at::kFloat) + index).view({8, 16});
 }
 
-TEST(TrainerGuideTest, RanksTrainSaveAndResumeOnAnotherMesh) {
-  testutil::TemporaryFolder folder;
+config::LoraConfig Config() {
   config::LoraConfig config;
   config.enable = true;
   config.rank = 4;
   config.target_modules = {"up", "down"};
+  return config;
+}
+
+void SaveBase(const std::string& path) {
   RunRanks(1, [&](int, GroupPtr group) {
     LORA_ASSERT_OK_AND_ASSIGN(const Mesh mesh, MeshOf(group, 1, 1));
-    ASSERT_THAT(distributed::SaveCheckpoint(*Transformer(mesh),
-                                            folder.Path("base"), {}),
+    ASSERT_THAT(distributed::SaveCheckpoint(*Transformer(mesh), path, {}),
                 IsOk());
   });
+}
+
+TEST(TrainerGuideTest, RanksTrainSaveAndResumeOnAnotherMesh) {
+  testutil::TemporaryFolder folder;
+  SaveBase(folder.Path("base"));
   double trained_loss = 0;
   RunRanks(4, [&](int rank, GroupPtr group) {
     LORA_ASSERT_OK_AND_ASSIGN(const Mesh mesh, MeshOf(group, 2, 2));
     LORA_ASSERT_OK_AND_ASSIGN(Transformer model,
-                              LoadModel(config, folder.Path("base"), mesh));
+                              LoadModel(Config(), folder.Path("base"), mesh));
     LORA_ASSERT_OK_AND_ASSIGN(const double before, Validate(model, Batch(0)));
     std::vector<at::Tensor> batches;
     for (int64_t i = 0; i < 10; ++i) {
@@ -69,10 +76,39 @@ TEST(TrainerGuideTest, RanksTrainSaveAndResumeOnAnotherMesh) {
   RunRanks(2, [&](int, GroupPtr group) {
     LORA_ASSERT_OK_AND_ASSIGN(const Mesh mesh, MeshOf(group, 1, 2));
     LORA_ASSERT_OK_AND_ASSIGN(Transformer model,
-                              LoadModel(config, folder.Path("base"), mesh));
+                              LoadModel(Config(), folder.Path("base"), mesh));
     ASSERT_THAT(Resume(model, mesh, folder.Path("adapter")), IsOk());
     LORA_ASSERT_OK_AND_ASSIGN(const double resumed, Validate(model, Batch(0)));
     EXPECT_NEAR(resumed, trained_loss, 1e-5);
+  });
+}
+
+// As the guide's loop says: they skip the step together, and nothing is left of
+// it.
+TEST(TrainerGuideTest, AllRanksSkipAStepWhoseGradientIsNotFiniteOnOne) {
+  testutil::TemporaryFolder folder;
+  SaveBase(folder.Path("base"));
+  RunRanks(2, [&](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(const Mesh mesh, MeshOf(group, 2, 1));
+    // The adapters that these batches train.
+    const auto trained = [&](const std::vector<at::Tensor>& batches) {
+      const Transformer model =
+          LoadModel(Config(), folder.Path("base"), mesh).value();
+      EXPECT_THAT(Train(model, mesh, /*lora_plus_ratio=*/2, batches), IsOk());
+      std::vector<at::Tensor> values;
+      for (const auto& item : lora::LoraParameters(*model)) {
+        values.push_back(item.parameter.detach().flatten());
+      }
+      return at::cat(values);
+    };
+    const at::Tensor first = Batch(rank);
+    const at::Tensor last = Batch(2 + rank);
+    for (const double bad : {INFINITY, NAN}) {
+      const at::Tensor broken =
+          rank == 1 ? at::full_like(first, bad) : Batch(4);
+      EXPECT_TRUE(
+          at::equal(trained({first, broken, last}), trained({first, last})));
+    }
   });
 }
 
