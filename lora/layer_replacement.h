@@ -14,7 +14,7 @@
 //   // training.missing_parameter_initializer
 //   // (distributed/checkpoint/sharded_loader.h), then:
 //   LORA_ASSIGN_OR_RETURN(int64_t layers, FinalizeLoraTraining(*model));
-//   optimizer(TrainableParameters(*model)) ...
+//   // TrainableParameters(*model) is for the optimizer.
 //
 // For a model that has its weights already, one call without prepare_for_fsdp
 // does all of it.
