@@ -320,6 +320,15 @@ absl::StatusOr<AdapterConfig> AdapterConfig::Parse(
 absl::StatusOr<std::string> AdapterConfigJson(
     const AdapterDescription& description) {
   const std::vector<AdapterLayer>& layers = description.layers;
+  for (const AdapterLayer& layer : layers) {
+    if (layer.name.size() > kMaxLayerNameSize) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "the name of a layer, ",
+          config::Shorten(config::Printable(layer.name)), ", has ",
+          layer.name.size(), " bytes, where adapter_config.json takes ",
+          kMaxLayerNameSize));
+    }
+  }
   OrderedJson config;
   config["peft_type"] = "LORA";
   config["task_type"] = StringOrNull(description.task_type);

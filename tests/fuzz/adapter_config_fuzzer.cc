@@ -29,12 +29,13 @@ void CheckError(const absl::Status& status) {
 
 // An adapter that has these numbers: a file gives each layer its own back.
 void CheckReadsBack(const AdapterDescription& description) {
-  bool is_utf8 = true;
+  bool can_be_written = true;
   for (const AdapterLayer& layer : description.layers) {
-    is_utf8 = is_utf8 && IsUtf8(layer.name);
+    can_be_written = can_be_written && IsUtf8(layer.name) &&
+                     layer.name.size() <= kMaxLayerNameSize;
   }
   const absl::StatusOr<std::string> json = AdapterConfigJson(description);
-  FUZZ_CHECK(json.ok() == is_utf8) << json.status();
+  FUZZ_CHECK(json.ok() == can_be_written) << json.status();
   if (!json.ok()) {
     FUZZ_CHECK(json.status().code() == absl::StatusCode::kInvalidArgument);
     FUZZ_CHECK(IsLine(json.status().message()));

@@ -263,6 +263,26 @@ TEST(AdapterConfigTest, ReadsBackTheNumbersOfEachLayer) {
   }
 }
 
+TEST(AdapterConfigTest, WritesNoNameThatItWouldNotRead) {
+  // Escaped, these take four bytes each, or two, or one.
+  for (const char* character : {"\0", "+", "q"}) {
+    const std::string name(kMaxLayerNameSize, *character);
+    AdapterDescription description;
+    description.layers = {{"q.v", 1, 1}, {name, 2, 3}};
+    LORA_ASSERT_OK_AND_ASSIGN(const std::string json,
+                              AdapterConfigJson(description));
+    LORA_ASSERT_OK_AND_ASSIGN(const AdapterConfig config,
+                              AdapterConfig::Parse(json, {"q.v", name}));
+    EXPECT_THAT(config.ranks(), ElementsAre(1, 2));
+    EXPECT_THAT(config.alphas(), ElementsAre(1, 3));
+
+    description.layers[1].name += *character;
+    EXPECT_THAT(
+        AdapterConfigJson(description),
+        StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("2001 bytes")));
+  }
+}
+
 TEST(AdapterConfigTest, RefusesToWriteTextThatIsNotUtf8) {
   const std::vector<AdapterLayer> layers = {{"q", 1, 1}};
   AdapterDescription name, path, task;
