@@ -176,7 +176,8 @@ struct FieldChecker {
 // --- Values as YAML ----------------------------------------------------------
 
 YAML::Node ToNode(bool value) { return YAML::Node(value); }
-YAML::Node ToNode(int64_t value) { return YAML::Node(value); }
+// YAML::Node would write an integer as the global locale does, such as 1,234.
+YAML::Node ToNode(int64_t value) { return YAML::Node(absl::StrCat(value)); }
 YAML::Node ToNode(double value) { return YamlNumber(value); }
 YAML::Node ToNode(const std::string& value) { return YamlString(value); }
 
@@ -213,7 +214,7 @@ YAML::Node ToNode(T value, const YamlWords<T>& words) {
   for (const auto& [word, meaning] : words) {
     if (meaning == value) return YamlString(word);
   }
-  return YAML::Node(static_cast<int>(value));  // A cast made it: not valid.
+  return ToNode(static_cast<int64_t>(value));  // A cast made it: not valid.
 }
 
 // --- Fields ------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iomanip>
+#include <locale>
+#include <sstream>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
 #include "config/yaml_reader.h"
 #include "yaml-cpp/null.h"
@@ -114,7 +116,11 @@ YAML::Node YamlNumber(double number) {
   std::string text;
   for (int digits : {15, 16, 17}) {
     double read = 0;
-    text = absl::StrFormat("%.*g", digits, number);
+    // Where a program has set a locale, printf() may write a comma.
+    std::ostringstream stream;
+    stream.imbue(std::locale::classic());
+    stream << std::setprecision(digits) << number;
+    text = stream.str();
     if (absl::SimpleAtod(text, &read) && read == number) break;
   }
   return YAML::Node(text);

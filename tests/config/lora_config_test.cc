@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <locale>
 #include <optional>
 #include <random>
 #include <set>
@@ -790,6 +791,64 @@ TEST(LoraConfigTest, ToYamlIsReadBackAsAnEqualConfig) {
                               CoerceText(text));
     EXPECT_EQ(*read, config);
   }
+}
+
+// Writes numbers as in 1.234.567,8.
+class GermanNumbers : public std::numpunct<char> {
+ protected:
+  char do_decimal_point() const override { return ','; }
+  char do_thousands_sep() const override { return '.'; }
+  std::string do_grouping() const override { return "\3"; }
+};
+
+class GlobalLocaleScope {
+ public:
+  explicit GlobalLocaleScope(const std::locale& locale)
+      : previous_(std::locale::global(locale)) {}
+  ~GlobalLocaleScope() { std::locale::global(previous_); }
+  GlobalLocaleScope(const GlobalLocaleScope&) = delete;
+  GlobalLocaleScope& operator=(const GlobalLocaleScope&) = delete;
+
+ private:
+  std::locale previous_;
+};
+
+TEST(LoraConfigTest, NumbersDoNotDependOnTheLocale) {
+  LoraConfig config;
+  config.enable = true;
+  config.rank = 2000;
+  config.alpha = 1234.5;
+  config.rank_pattern = {{"to_q", 123456}};
+  config.alpha_pattern = {{"to_q", 1e300}, {"to_k", 2.5e-7}};
+  config.layers_to_transform = {{{1000, 2000}}};
+  config.seed = 1234567;
+  config.bias = static_cast<BiasTraining>(5000);
+
+  const GlobalLocaleScope scope(
+      std::locale(std::locale::classic(), new GermanNumbers));
+  EXPECT_THAT(config.Validate(),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       "lora.bias must be none, lora_only or all, got 5000"));
+  EXPECT_EQ(WriteYaml(config.ToYaml()),
+            "enable: true\n"
+            "rank: 2000\n"
+            "alpha: 1234.5\n"
+            "exclude_modules: []\n"
+            "target_matching: substring\n"
+            "layers_to_transform: [1000-2000]\n"
+            "layers_pattern: []\n"
+            "rank_pattern:\n"
+            "  to_q: 123456\n"
+            "alpha_pattern:\n"
+            "  to_q: 1e+300\n"
+            "  to_k: 2.5e-07\n"
+            "use_rslora: false\n"
+            "use_dora: false\n"
+            "dropout: 0\n"
+            "bias: 5000\n"
+            "adapter_dtype: base\n"
+            "initialization: default\n"
+            "seed: 1234567\n");
 }
 
 TEST(LoraConfigTest, ToYamlHasEveryFieldThatIsSet) {
