@@ -686,7 +686,7 @@ void YamlMapping::RefuseElement(absl::string_view key, size_t i,
     AddError(value[i], absl::StrCat(PathOf(key), "[", i, "]"), expected,
              remark);
   } else if (value.IsMap()) {
-    const Entry entry = ReadMapping(key).entries().at(i);
+    const Entry& entry = ElementsOf(key).at(i);
     AddError(entry.value, absl::StrCat(PathOf(key), ".", entry.key), expected,
              remark);
   } else {
@@ -697,11 +697,18 @@ void YamlMapping::RefuseElement(absl::string_view key, size_t i,
 void YamlMapping::RefuseElementKey(absl::string_view key, size_t i,
                                    absl::string_view expected,
                                    absl::string_view remark) {
-  const Entry entry = ReadMapping(key).entries().at(i);
+  const Entry& entry = ElementsOf(key).at(i);
   errors_->Add(
       entry.mark,
       absl::StrCat("a key of ", PathOf(key), " must be ", expected, ", got \"",
                    absl::Utf8SafeCEscape(Shorten(entry.key)), "\"", remark));
+}
+
+const std::vector<YamlMapping::Entry>& YamlMapping::ElementsOf(
+    absl::string_view key) {
+  const auto found = elements_.find(key);
+  if (found != elements_.end()) return found->second;
+  return elements_.emplace(key, ReadMapping(key).entries()).first->second;
 }
 
 std::vector<std::string> YamlMapping::UnknownKeys() const {

@@ -238,6 +238,8 @@ class YamlMapping {
   void ReadPairs(absl::string_view key,
                  std::vector<std::pair<std::string, T>>* value,
                  absl::string_view expected);
+  // The fields of the mapping under `key`.
+  const std::vector<Entry>& ElementsOf(absl::string_view key);
   std::string PathOf(absl::string_view key) const;
   std::string UnknownKeysMessage() const;
   void AddError(const YAML::Node& value, absl::string_view path,
@@ -250,6 +252,8 @@ class YamlMapping {
   std::map<std::string, size_t, std::less<>> index_;  // Into entries_.
   std::vector<std::string> known_keys_;  // In the order of their first use.
   std::set<std::string, std::less<>> declared_;  // The same keys.
+  // Of mappings with elements that were refused.
+  std::map<std::string, std::vector<Entry>, std::less<>> elements_;
 };
 
 }  // namespace trainer_lora::config

@@ -27,6 +27,7 @@ namespace trainer_lora::config {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testutil::IsOk;
@@ -762,6 +763,28 @@ TEST(LoraConfigTest, ReadsTenThousandPatternsInOrder) {
   ASSERT_EQ(config->rank_pattern.size(), 10000);
   EXPECT_EQ(config->rank_pattern[0].first, "blocks.0.to_q");
   EXPECT_EQ(config->rank_pattern[9999].second, 10000);
+}
+
+// Each of two errors an entry, and none of them reads the mapping again.
+TEST(LoraConfigTest, RefusesTwentyThousandPatterns) {
+  constexpr int kPatterns = 20000;
+  std::string text =
+      "lora:\n  enable: true\n  rank: 4\n  target_matching: regex\n"
+      "  rank_pattern:\n";
+  for (int i = 0; i < kPatterns; ++i) {
+    absl::StrAppend(&text, "    to_(", i, ": 0\n");
+  }
+  const absl::Status status = CoerceText(text).status();
+  const std::string message(status.message());
+  EXPECT_EQ(std::count(message.begin(), message.end(), '\n'),
+            2 * kPatterns - 1);
+  EXPECT_THAT(
+      message,
+      EndsWith("train.yaml:20005:5: a key of models.student.lora.rank_pattern "
+               "must be a regular expression, got \"to_(19999\" (missing ): "
+               "to_(19999)\n"
+               "train.yaml:20005:16: models.student.lora.rank_pattern."
+               "to_(19999 must be a positive integer, got 0"));
 }
 
 // Configs built in code.
