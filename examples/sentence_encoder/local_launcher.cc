@@ -27,8 +27,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::seconds kGrace(10);
-
 // Signals that wait to be taken by sigtimedwait(), so that nothing runs in a
 // handler; as before once it is gone.
 class BlockedSignals {
@@ -109,20 +107,24 @@ int ExitCode(int status) {
 }
 
 // Waits for every rank, and passes SIGINT and SIGTERM on to them; 0, or the
-// code of the first that failed.
-int WaitForRanks(std::set<pid_t> ranks, const BlockedSignals& signals) {
+// code of the first that failed, `grace` after which the others are killed.
+int WaitForRanks(std::set<pid_t> ranks, std::chrono::milliseconds grace,
+                 const BlockedSignals& signals) {
   int exit_code = 0;
-  std::optional<Clock::time_point> deadline;  // From the first failure on.
+  std::optional<Clock::time_point> deadline;  // From a failure to SIGKILL.
   while (!ranks.empty()) {
     const int signal = signals.Wait(deadline);
     if (signal == SIGINT || signal == SIGTERM) SignalRanks(ranks, signal);
-    if (signal < 0 && errno == EAGAIN) SignalRanks(ranks, SIGKILL);
+    if (signal < 0 && errno == EAGAIN) {
+      SignalRanks(ranks, SIGKILL);
+      deadline.reset();
+    }
     int status = 0;
     for (pid_t ended; (ended = waitpid(-1, &status, WNOHANG)) > 0;) {
       ranks.erase(ended);
       if (exit_code == 0 && ExitCode(status) != 0) {
         exit_code = ExitCode(status);
-        deadline = Clock::now() + kGrace;
+        deadline = Clock::now() + grace;
         SignalRanks(ranks, SIGTERM);
       }
     }
@@ -132,7 +134,7 @@ int WaitForRanks(std::set<pid_t> ranks, const BlockedSignals& signals) {
 
 }  // namespace
 
-int RunLocalRanks(int num_ranks, char** argv) {
+int RunLocalRanks(int num_ranks, char** argv, std::chrono::milliseconds grace) {
   // Before a thread starts, which would take them.
   const BlockedSignals signals;
   c10::intrusive_ptr<c10d::TCPStore> store;
@@ -155,12 +157,12 @@ int RunLocalRanks(int num_ranks, char** argv) {
       std::cerr << "cannot start rank " << rank << ": " << std::strerror(errno)
                 << "\n";
       SignalRanks(ranks, SIGKILL);
-      WaitForRanks(std::move(ranks), signals);
+      WaitForRanks(std::move(ranks), grace, signals);
       return 1;
     }
     ranks.insert(child);
   }
-  return WaitForRanks(std::move(ranks), signals);
+  return WaitForRanks(std::move(ranks), grace, signals);
 }
 
 }  // namespace trainer_lora::examples
