@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include <iostream>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "ATen/Parallel.h"
@@ -38,8 +40,8 @@
 ABSL_FLAG(std::string, config, "",
           "YAML file of the run (empty: the train.yaml of this example)");
 ABSL_FLAG(std::string, output, "",
-          "new folder for the adapter (empty: sentence_encoder_adapter-<time> "
-          "in the current folder)");
+          "new folder for the adapter (empty: sentence_encoder_adapter-<time>-"
+          "<pid> in the current folder)");
 ABSL_FLAG(int64_t, steps, 0, "optimizer steps (0: as the config says)");
 ABSL_FLAG(int32_t, nproc, 2,
           "ranks to start on this machine; a launcher such as torchrun goes "
@@ -84,7 +86,38 @@ struct Run {
   std::string output;
 };
 
-absl::StatusOr<Run> ReadFlags(const std::string& program) {
+// Of the folder that is to be made, an error that would otherwise come after
+// the training. Only the rank that writes it needs to reach its parent.
+absl::StatusOr<std::string> OutputPath(const std::string& flag, bool writes) {
+  constexpr char kWayOut[] = "choose another folder with --output";
+  const auto refuse = [&](int error, const std::string& path) {
+    return absl::ErrnoToStatus(
+        error, absl::StrCat(path, " can't be written: ", kWayOut));
+  };
+  std::error_code error;
+  fs::path path = fs::absolute(UserPath(flag), error).lexically_normal();
+  if (error) return refuse(error.value(), flag);
+  if (!path.has_filename()) path = path.parent_path();  // It ends with a slash.
+  const fs::file_status status = fs::symlink_status(path, error);
+  if (fs::exists(status)) {
+    return absl::AlreadyExistsError(
+        absl::StrCat(path.string(), " exists: ", kWayOut));
+  }
+  if (status.type() != fs::file_type::not_found) {
+    return refuse(error.value(), path.string());
+  }
+  const std::string parent = path.parent_path().string();
+  if (writes && !fs::is_directory(parent, error)) {
+    return absl::NotFoundError(
+        absl::StrCat(parent, " is not a folder: create it, or ", kWayOut));
+  }
+  if (writes && access(parent.c_str(), W_OK | X_OK) != 0) {
+    return refuse(errno, parent);
+  }
+  return path.string();
+}
+
+absl::StatusOr<Run> ReadFlags(const std::string& program, bool writes) {
   using ::bazel::tools::cpp::runfiles::Runfiles;
   std::string error;
   const std::unique_ptr<Runfiles> runfiles(Runfiles::Create(program, &error));
@@ -111,18 +144,16 @@ absl::StatusOr<Run> ReadFlags(const std::string& program) {
                runfiles->Rlocation("minilm/vocab.txt"),
                runfiles->Rlocation("wordnet/wordnet/data.noun")};
 
-  run.output = absl::GetFlag(FLAGS_output);
-  if (run.output.empty()) {
+  std::string output = absl::GetFlag(FLAGS_output);
+  if (output.empty()) {
     char now[32];
     const std::time_t seconds = std::time(nullptr);
     std::strftime(now, sizeof(now), "%Y%m%d-%H%M%S", std::localtime(&seconds));
-    run.output = absl::StrCat("sentence_encoder_adapter-", now);
+    output = absl::StrCat("sentence_encoder_adapter-", now, "-", getpid());
   }
-  run.output = fs::absolute(UserPath(run.output)).lexically_normal().string();
-  if (fs::exists(fs::symlink_status(run.output))) {
-    return absl::AlreadyExistsError(absl::StrCat(
-        run.output, " exists: choose another folder with --output"));
-  }
+  auto path = OutputPath(output, writes);
+  if (!path.ok()) return path.status();
+  run.output = *std::move(path);
   return run;
 }
 
@@ -235,7 +266,7 @@ int Main(int argc, char** argv) {
   };
   const auto environment = config::ReadLaunchEnvironment();
   if (!environment.ok()) return fail(environment.status());
-  const auto run = ReadFlags(argv[0]);
+  const auto run = ReadFlags(argv[0], environment->rank == 0);
   if (!run.ok()) return fail(run.status());
 
   const int nproc = absl::GetFlag(FLAGS_nproc);

@@ -129,20 +129,38 @@ TEST(TrainTest, MistakesAreOneClearLine) {
   const std::string bad_yaml = TempPath("bad.yaml");
   std::ofstream(bad_yaml) << "models: {student: {lora: {enable: true, rank: "
                              "16.7}}}\n";
+  const std::string long_name = TempPath("") + std::string(300, 'x');
+  const std::string read_only = TempPath("read_only");
+  fs::create_directory(read_only);
+  fs::permissions(read_only, fs::perms::owner_read | fs::perms::owner_exec);
   struct Case {
     std::vector<std::string> flags;
     std::string message;
   };
-  for (const Case& test : {
-           Case{{"--config=nowhere.yaml"}, "nowhere.yaml"},
-           Case{{"--config=" + bad_yaml},
-                bad_yaml + ":1:47: models.student.lora.rank must be a positive "
-                           "integer, got 16.7"},
-           Case{{"--output=" + taken}, taken + " exists"},
-           Case{{"--steps=-1"}, "--steps must not be negative, got -1"},
-           Case{{"--nproc=0"}, "--nproc must be at least 1, got 0"},
-           Case{{"extra"}, "takes flags only"},
-       }) {
+  std::vector<Case> cases = {
+      {{"--config=nowhere.yaml"}, "nowhere.yaml"},
+      {{"--config=" + bad_yaml},
+       bad_yaml + ":1:47: models.student.lora.rank must be a positive "
+                  "integer, got 16.7"},
+      {{"--output=" + taken}, taken + " exists"},
+      {{"--output=" + taken + "/"}, taken + " exists"},
+      {{"--output=" + taken + "/none/adapter/"},
+       taken + "/none is not a folder: create it, or choose another "
+               "folder with --output"},
+      {{"--output=" + bad_yaml + "/adapter"}, bad_yaml + " is not a folder"},
+      {{"--output=" + long_name},
+       long_name + " can't be written: choose another folder"},
+      {{"--steps=-1"}, "--steps must not be negative, got -1"},
+      {{"--nproc=0"}, "--nproc must be at least 1, got 0"},
+      {{"extra"}, "takes flags only"},
+  };
+  // Root may write anywhere.
+  if (access(read_only.c_str(), W_OK) != 0) {
+    cases.push_back({{"--output=" + read_only + "/adapter"},
+                     read_only + " can't be written: choose another folder "
+                                 "with --output: Permission denied"});
+  }
+  for (const Case& test : cases) {
     const Result result = Train(test.flags);
     EXPECT_EQ(result.exit_code, 1) << test.message;
     EXPECT_THAT(result.output, HasSubstr(test.message));
