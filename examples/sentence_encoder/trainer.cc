@@ -32,6 +32,12 @@ absl::StatusOr<BertEncoder> LoadEncoder(
     std::shared_ptr<const distributed::DeviceMesh> mesh) {
   absl::StatusOr<BertConfig> bert_config = BertConfig::Load(files.model_config);
   if (!bert_config.ok()) return bert_config.status();
+  if (config.max_length > bert_config->max_position_embeddings) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "training.max_length must be at most ",
+        bert_config->max_position_embeddings,
+        ", the model's max_position_embeddings; got ", config.max_length));
+  }
   BertEncoder encoder = nullptr;
   {
     const distributed::MetaDeviceGuard meta_device;
@@ -109,6 +115,12 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Create(
   absl::StatusOr<GlossSplit> split = SplitHeldOut(
       *std::move(pairs), static_cast<int>(config.held_out), config.seed);
   if (!split.ok()) return split.status();
+  if (split->train.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "training.held_out must be below the number of different nouns in ",
+        files.wordnet_nouns, ", or none is left to train on; got ",
+        config.held_out));
+  }
   absl::StatusOr<BertEncoder> encoder = LoadEncoder(config, files, mesh);
   if (!encoder.ok()) return encoder.status();
   auto groups = ParameterGroups(*encoder, config);

@@ -49,7 +49,9 @@ struct StepResult {
 class Trainer {
  public:
   // Loads the text and the model, and gives it seeded adapters. Collective over
-  // `mesh`, a null mesh standing for a single process.
+  // `mesh`, a null mesh standing for a single process. kInvalidArgument if
+  // held_out leaves nothing to train on, or max_length is more than the model
+  // takes.
   static absl::StatusOr<std::unique_ptr<Trainer>> Create(
       const TrainingConfig& config, const TrainingFiles& files,
       std::shared_ptr<const distributed::DeviceMesh> mesh);

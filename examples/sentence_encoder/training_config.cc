@@ -1,5 +1,6 @@
 #include "examples/sentence_encoder/training_config.h"
 
+#include <limits>
 #include <optional>
 
 #include "absl/status/status.h"
@@ -26,6 +27,14 @@ void ReadAtLeast(int64_t least, const char* key, int64_t* value,
   if (*value < least) mapping.Refuse(key, expected);
 }
 
+// A value that has to fit an int.
+void ReadInt(int64_t least, const char* key, int64_t* value,
+             config::YamlMapping& mapping) {
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  ReadAtLeast(least, key, value, mapping);
+  if (*value > kMost) mapping.Refuse(key, absl::StrCat("at most ", kMost));
+}
+
 void ReadPositive(const char* key, double* value,
                   config::YamlMapping& mapping) {
   mapping.Read(key, value, "a positive number");
@@ -34,8 +43,8 @@ void ReadPositive(const char* key, double* value,
 
 void ReadTraining(config::YamlMapping training, TrainingConfig& config) {
   ReadAtLeast(0, "seed", &config.seed, training);
-  ReadAtLeast(1, "held_out", &config.held_out, training);
-  ReadAtLeast(3, "max_length", &config.max_length, training);
+  ReadInt(1, "held_out", &config.held_out, training);
+  ReadInt(3, "max_length", &config.max_length, training);
   ReadAtLeast(1, "steps", &config.steps, training);
   ReadAtLeast(2, "batch_size", &config.batch_size, training);
   ReadAtLeast(1, "gradient_accumulation_steps",

@@ -8,6 +8,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/Parallel.h"
+#include "absl/status/status.h"
 #include "distributed/checkpoint/sharded_loader.h"
 #include "distributed/device_mesh.h"
 #include "distributed/process_group.h"
@@ -18,6 +19,7 @@
 #include "lora/layer_replacement.h"
 #include "tests/testutil/runfiles.h"
 #include "tests/testutil/status_matchers.h"
+#include "tests/testutil/temporary_folder.h"
 #include "tests/testutil/thread_ranks.h"
 
 namespace trainer_lora::examples {
@@ -27,6 +29,7 @@ using ::testing::ElementsAre;
 using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::RunfilePath;
 using ::trainer_lora::testutil::RunRanks;
+using ::trainer_lora::testutil::StatusIs;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 TrainingFiles Files() {
@@ -112,6 +115,32 @@ TEST(TrainerTest, TwoRanksEqualOneRankThatAccumulatesTwoMicroBatchesBitwise) {
   });
   ExpectBitwiseEqual(adapters[0], adapters[1]);
   ExpectBitwiseEqual(adapters[0], trained);
+}
+
+// Of two nouns one or two can be held out.
+TEST(TrainerTest, RefusesWhatLeavesNothingToTrainOrIsLongerThanTheModelTakes) {
+  const testutil::TemporaryFolder folder;
+  TrainingFiles files = Files();
+  files.wordnet_nouns = folder.Path("data.noun");
+  testutil::WriteBytes(files.wordnet_nouns,
+                       "00000001 03 n 01 cat 0 000 | an animal that purrs  \n"
+                       "00000002 03 n 01 dog 0 000 | an animal that barks  \n");
+  TrainingConfig config = SmallConfig();
+  config.held_out = 2;
+  EXPECT_THAT(Trainer::Create(config, files, nullptr),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       "training.held_out must be below the number of "
+                       "different nouns in " +
+                           files.wordnet_nouns +
+                           ", or none is left to train on; got 2"));
+  config.held_out = 1;
+  config.max_length = 513;
+  EXPECT_THAT(Trainer::Create(config, files, nullptr),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       "training.max_length must be at most 512, the model's "
+                       "max_position_embeddings; got 513"));
+  config.max_length = 512;
+  EXPECT_THAT(Trainer::Create(config, files, nullptr), IsOk());
 }
 
 }  // namespace

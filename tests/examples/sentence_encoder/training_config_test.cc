@@ -60,6 +60,23 @@ training:
                      HasSubstr(":8:19: training.optimizer.warmup_steps"))));
 }
 
+TEST(TrainingConfigTest, RefusesWhatFitsNoInt) {
+  const std::string path = Write("large.yaml", R"(models:
+  student: {lora: {enable: true, rank: 8}}
+training:
+  held_out: 3000000000
+  max_length: 4294967296
+)");
+  EXPECT_THAT(TrainingConfig::Load(path),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       path +
+                           ":4:13: training.held_out must be at most "
+                           "2147483647, got 3000000000\n" +
+                           path +
+                           ":5:15: training.max_length must be at most "
+                           "2147483647, got 4294967296"));
+}
+
 TEST(TrainingConfigTest, WantsLoraOnTheStudent) {
   for (const char* models :
        {"{teacher: {lora: {enable: true, rank: 8}}}", "{student: {}}",
