@@ -8,12 +8,10 @@
 #include <unordered_set>
 #include <vector>
 
-#include "ATen/MemoryOverlap.h"
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "c10/core/InferenceMode.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "distributed/checkpoint/torch_dtype.h"
 #include "distributed/device_mesh.h"
@@ -84,17 +82,6 @@ absl::Status CheckLayouts(const std::vector<ModelTensor>& tensors,
     }
   }
   return absl::OkStatus();
-}
-
-const char* WriteProblem(const at::Tensor& tensor) {
-  if (tensor.is_inference() && !c10::InferenceMode::is_enabled()) {
-    return "was made in inference mode";
-  }
-  if (!tensor.is_meta() &&
-      at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-    return "has several elements in one place";
-  }
-  return nullptr;
 }
 
 std::string DescribeTensor(at::ScalarType dtype, at::IntArrayRef shape) {

@@ -40,11 +40,6 @@ std::vector<ModelTensor> ListTensors(const torch::nn::Module& model,
 absl::Status CheckLayouts(const std::vector<ModelTensor>& tensors,
                           const DeviceMesh* mesh, const StateLayouts& layouts);
 
-// Why values can't be written into `tensor` in place, such as "was made in
-// inference mode"; null if they can, as into what takes its place if it is
-// meta.
-const char* WriteProblem(const at::Tensor& tensor);
-
 // Such as "BF16 [4, 8]".
 std::string DescribeTensor(at::ScalarType dtype, at::IntArrayRef shape);
 

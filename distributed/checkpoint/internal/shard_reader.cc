@@ -15,11 +15,11 @@
 #include "absl/types/span.h"
 #include "c10/core/GradMode.h"
 #include "config/internal/status_macros.h"
-#include "distributed/checkpoint/internal/guarded_step.h"
 #include "distributed/checkpoint/internal/shard_destination.h"
 #include "distributed/checkpoint/load_plan.h"
 #include "distributed/checkpoint/safetensors_checkpoint.h"
 #include "distributed/checkpoint/safetensors_file.h"
+#include "distributed/internal/guarded_step.h"
 
 namespace trainer_lora::distributed::internal {
 namespace {

@@ -1,4 +1,4 @@
-#include "distributed/checkpoint/internal/guarded_step.h"
+#include "distributed/internal/guarded_step.h"
 
 #include <exception>
 #include <functional>

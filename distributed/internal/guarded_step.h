@@ -1,6 +1,6 @@
 // Steps whose exceptions are statuses, and that all ranks end alike.
-#ifndef TRAINER_LORA_DISTRIBUTED_CHECKPOINT_INTERNAL_GUARDED_STEP_H_
-#define TRAINER_LORA_DISTRIBUTED_CHECKPOINT_INTERNAL_GUARDED_STEP_H_
+#ifndef TRAINER_LORA_DISTRIBUTED_INTERNAL_GUARDED_STEP_H_
+#define TRAINER_LORA_DISTRIBUTED_INTERNAL_GUARDED_STEP_H_
 
 #include <functional>
 #include <string>
@@ -23,4 +23,4 @@ absl::Status AgreedStep(const DeviceMesh* mesh, const std::string& what,
 
 }  // namespace trainer_lora::distributed::internal
 
-#endif  // TRAINER_LORA_DISTRIBUTED_CHECKPOINT_INTERNAL_GUARDED_STEP_H_
+#endif  // TRAINER_LORA_DISTRIBUTED_INTERNAL_GUARDED_STEP_H_
