@@ -429,7 +429,8 @@ class GradientSync::Impl {
 
   // Called when the gradient of an entry is accumulated.
   void OnAccumulated(size_t index);
-  // Brings the gradients of a bucket into its views, zeros where there is none.
+  // Brings the gradients of a bucket into its views, zeros where there is none,
+  // on the current stream.
   absl::Status Collect(ReductionBucket& bucket);
   absl::Status Collect(Entry& entry);
   // Whether gradients are divided one by one as they come, which pays where
@@ -441,10 +442,10 @@ class GradientSync::Impl {
            bucket.bucket().numel / static_cast<int64_t>(slices.size()) >=
                kLargeNumel;
   }
-  // Collects and starts the next bucket. `error` is what this rank could not
-  // answer for, in this bucket or before.
-  absl::Status StartNext(absl::Status& error);
-  // Starts the buckets that are left, those of replicated parts last.
+  // Starts the next bucket, which has been collected. `healthy` as in Start().
+  absl::Status StartNext(bool healthy);
+  // Collects and starts the buckets that are left, those of replicated parts
+  // last. `error` is what this rank can't answer for, also in them.
   absl::Status StartRest(absl::Status& error);
   absl::Status Start(ReductionBucket& bucket, bool healthy, bool is_divided);
   // Whether all ranks answered for their gradients; true on CUDA, where
@@ -684,7 +685,8 @@ void GradientSync::Impl::OnAccumulated(size_t index) {
   if (DividesOnArrival(bucket)) entry.view.div_(bucket.divisor_before());
   while (next_bucket_ < buckets_.size() && missing_[next_bucket_] == 0) {
     ++current_.overlapped_buckets;
-    broken_ = StartNext(backward_error_);
+    backward_error_.Update(Collect(buckets_[next_bucket_]));
+    broken_ = StartNext(backward_error_.ok());
     if (!broken_.ok()) return;
   }
 }
@@ -720,6 +722,7 @@ absl::Status GradientSync::Impl::Collect(Entry& entry) {
 }
 
 absl::Status GradientSync::Impl::Collect(ReductionBucket& bucket) {
+  bucket.WaitForStreams();
   absl::Status status;
   for (const GradientSlice& slice : bucket.bucket().slices) {
     status.Update(Collect(entries_[slice.index]));
@@ -727,11 +730,9 @@ absl::Status GradientSync::Impl::Collect(ReductionBucket& bucket) {
   return status;
 }
 
-absl::Status GradientSync::Impl::StartNext(absl::Status& error) {
+absl::Status GradientSync::Impl::StartNext(bool healthy) {
   const size_t index = next_bucket_++;
   ReductionBucket& bucket = buckets_[index];
-  bucket.WaitForStreams();
-  error.Update(Collect(bucket));
   const bool divides_on_arrival = DividesOnArrival(bucket);
   if (divides_on_arrival) {
     for (const GradientSlice& slice : bucket.bucket().slices) {
@@ -747,12 +748,17 @@ absl::Status GradientSync::Impl::StartNext(absl::Status& error) {
       part.chunk.div_(part.divisor_before);
     }
   }
-  return Start(bucket, error.ok(), divides_on_arrival);
+  return Start(bucket, healthy, divides_on_arrival);
 }
 
 absl::Status GradientSync::Impl::StartRest(absl::Status& error) {
+  // The ranks that reduce another bucket with this one have to learn of an
+  // error in any.
+  for (size_t i = next_bucket_; i < buckets_.size(); ++i) {
+    error.Update(Collect(buckets_[i]));
+  }
   while (next_bucket_ < buckets_.size()) {
-    LORA_RETURN_IF_ERROR(StartNext(error));
+    LORA_RETURN_IF_ERROR(StartNext(error.ok()));
   }
   for (ReductionBucket& bucket : part_buckets_) {
     LORA_RETURN_IF_ERROR(Start(bucket, error.ok(), /*is_divided=*/true));

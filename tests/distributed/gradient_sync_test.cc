@@ -463,6 +463,27 @@ TEST(GradientSyncTest, AnUnannouncedChangeIsAnErrorOnEveryRank) {
   });
 }
 
+// A row parallel layer: the ranks reduce lora_B with each other, and not
+// lora_A, whose buffer is the last.
+TEST(GradientSyncTest, AnErrorInAnyBufferIsThatOfWhoeverReducesWithTheRank) {
+  RunRanks(2, [](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        MeshPtr mesh, DeviceMesh::Create(group, {{"data", 1}, {"tensor", 2}}));
+    Parameters parameters = {Replicated(mesh, "o.lora_A", {2, 2}),
+                             Replicated(mesh, "o.lora_B", {2, 2})};
+    parameters[0].layout.placements[1] = Placement::Shard(1);
+    parameters[1].layout.placements[1] =
+        Placement::Replicate(GradientReduction::kSum);
+    LORA_ASSERT_OK_AND_ASSIGN(const auto sync,
+                              GradientSync::Create(mesh, parameters));
+    if (rank == 0) parameters[0].parameter.set_requires_grad(false);
+    EXPECT_THAT(sync->Sync(),
+                StatusIs(absl::StatusCode::kFailedPrecondition,
+                         HasSubstr(rank == 0 ? "o.lora_A has changed its shape"
+                                             : "another rank could not")));
+  });
+}
+
 TEST(GradientSyncTest, ReplaceGoesOnWithOtherParameters) {
   RunMeshRanks(2, [](int rank, MeshPtr mesh) {
     Parameters parameters = {Replicated(mesh, "a", {2})};
