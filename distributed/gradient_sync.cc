@@ -449,9 +449,12 @@ class GradientSync::Impl {
   absl::Status StartRest(absl::Status& error);
   absl::Status Start(ReductionBucket& bucket, bool healthy, bool is_divided);
   // Whether all ranks answered for their gradients; true on CUDA, where
-  // CheckLastStep() has the answer of the step before.
+  // LastFinish() has the answer.
   absl::StatusOr<bool> FinishAll();
-  // After an error this is broken.
+  // What the last FinishAll() would have returned if it had waited for the
+  // device, for which this waits.
+  absl::StatusOr<bool> LastFinish();
+  // The same for the step before, as an error of this one.
   absl::Status CheckLastStep();
   void StartOver();
 
@@ -511,7 +514,7 @@ absl::StatusOr<std::unique_ptr<GradientSync::Impl>> GradientSync::Impl::Build(
 
   absl::Status local_check;
   if (previous != nullptr && previous->broken_.ok()) {
-    local_check = previous->CheckLastStep();
+    local_check = previous->broken_ = previous->CheckLastStep();
   }
   if (options.bucket_bytes < 1) {
     local_check.Update(absl::InvalidArgumentError(absl::StrCat(
@@ -684,6 +687,9 @@ void GradientSync::Impl::OnAccumulated(size_t index) {
   bucket.NoteStream();
   if (DividesOnArrival(bucket)) entry.view.div_(bucket.divisor_before());
   while (next_bucket_ < buckets_.size() && missing_[next_bucket_] == 0) {
+    // A rank that failed then joins nothing before Replace(), and would pair
+    // what is started here with another reduction.
+    if (next_bucket_ == 0 && !CheckLastStep().ok()) return;
     ++current_.overlapped_buckets;
     backward_error_.Update(Collect(buckets_[next_bucket_]));
     broken_ = StartNext(backward_error_.ok());
@@ -787,32 +793,38 @@ absl::StatusOr<bool> GradientSync::Impl::FinishAll() {
   return all_healthy;
 }
 
-absl::Status GradientSync::Impl::CheckLastStep() {
+absl::StatusOr<bool> GradientSync::Impl::LastFinish() {
   bool all_healthy = true;
   for (std::vector<ReductionBucket>* buckets : {&buckets_, &part_buckets_}) {
     for (ReductionBucket& bucket : *buckets) {
-      const absl::StatusOr<bool> healthy = bucket.LastFinish();
-      broken_.Update(healthy.status());
-      all_healthy = all_healthy && healthy.value_or(false);
+      LORA_ASSIGN_OR_RETURN(const bool healthy, bucket.LastFinish());
+      all_healthy = all_healthy && healthy;
     }
   }
-  if (!all_healthy) {
-    broken_.Update(absl::FailedPreconditionError(
-        absl::StrCat(mesh_->RankString(),
-                     ": another rank could not answer for its gradients in the "
-                     "synchronization before this one; its error says why")));
-  }
-  return broken_;
+  return all_healthy;
+}
+
+absl::Status GradientSync::Impl::CheckLastStep() {
+  LORA_ASSIGN_OR_RETURN(const bool healthy, LastFinish());
+  if (healthy) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(mesh_->RankString(),
+                   ": another rank could not answer for its gradients in the "
+                   "synchronization before this one; its error says why"));
 }
 
 absl::StatusOr<int64_t> GradientSync::Impl::ReduceOnce() {
   const at::NoGradGuard no_grad;
   absl::Status error;
   LORA_RETURN_IF_ERROR(StartRest(error));
-  LORA_ASSIGN_OR_RETURN(const bool healthy, FinishAll());
+  LORA_ASSIGN_OR_RETURN(const bool finished_healthy, FinishAll());
+  // Nothing is written before every collective went through, on the device
+  // too.
+  LORA_ASSIGN_OR_RETURN(const bool last_healthy, LastFinish());
   LORA_RETURN_IF_ERROR(error);
-  if (!healthy) return absl::FailedPreconditionError("another rank failed");
-  // Nothing is written before every collective went through.
+  if (!finished_healthy || !last_healthy) {
+    return absl::FailedPreconditionError("another rank failed");
+  }
   for (Entry& entry : entries_) {
     at::Tensor& gradient = entry.parameter.mutable_grad();
     // An expanded gradient has no element of its own to write each value to.
@@ -834,7 +846,8 @@ absl::StatusOr<int64_t> GradientSync::Impl::Sync() {
     return absl::FailedPreconditionError(absl::StrCat(
         "the gradients can't be reduced after an error: ", broken_.message()));
   }
-  LORA_RETURN_IF_ERROR(CheckLastStep());
+  broken_ = CheckLastStep();
+  LORA_RETURN_IF_ERROR(broken_);
   // Taken out, so that whatever ends this call early leaves it broken.
   broken_ = absl::UnknownError("an exception");
   absl::Status error = backward_error_;

@@ -139,7 +139,8 @@ class GradientSync {
   // next Sync(): the error of another rank, until which the gradients that it
   // reduced are NaN on all ranks, and that of a collective which the watchdog
   // of NCCL aborted. That call waits until the device has done the reductions
-  // of the one before.
+  // of the one before; with overlap_backward so does the backward pass before
+  // it, which starts nothing where there is such an error.
   absl::StatusOr<int64_t> Sync();
 
   // Makes every gradient zero, as a view of its buffer. Not collective.
@@ -184,7 +185,7 @@ class GradientSync {
 // its own. Writes into existing gradients, so views of them stay valid, and
 // keeps their dtype. Averaging twice changes nothing but rounding; summing
 // twice does, and is not noticed. Returns the number of parameters. After an
-// error the gradients are what they were.
+// error the gradients are what they were: on CUDA this waits for the device.
 absl::StatusOr<int64_t> ReduceGradients(
     const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters);
 
