@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "ATen/MemoryOverlap.h"
 #include "ATen/core/Tensor.h"
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/empty.h"
@@ -27,10 +26,12 @@
 #include "config/internal/status_macros.h"
 #include "distributed/device_mesh.h"
 #include "distributed/gradient_bucket.h"
+#include "distributed/internal/guarded_step.h"
 #include "distributed/internal/layout_check.h"
 #include "distributed/internal/rank_agreement.h"
 #include "distributed/internal/reduction_bucket.h"
 #include "distributed/internal/run_collective.h"
+#include "distributed/internal/write_problem.h"
 #include "distributed/parameter_layout.h"
 #include "distributed/placement.h"
 #include "torch/csrc/autograd/function_hook.h"
@@ -423,6 +424,8 @@ class GradientSync::Impl {
   // Whether the parameter's hook for accumulated gradients is of this object.
   bool HasHookOn(const at::Tensor& parameter) const;
 
+  // Makes the entries of `parameters`, and the buckets. No collective.
+  absl::Status MakeBuffers(const Parameters& parameters);
   // Makes the buckets in which the replicated parts of the entries, which are
   // `parameters`, are summed.
   absl::Status AddReplicatedParts(const Parameters& parameters);
@@ -534,6 +537,13 @@ absl::StatusOr<std::unique_ptr<GradientSync::Impl>> GradientSync::Impl::Build(
                        "overlap_backward")));
     }
   }
+  std::unique_ptr<Impl> impl(new Impl(mesh, options));
+  // Where memory runs out on one rank, the others must not start without it.
+  if (local_check.ok()) {
+    local_check = internal::GuardedStep(
+        "making the buffers for gradients",
+        [&impl, &reduced] { return impl->MakeBuffers(reduced); });
+  }
   LORA_RETURN_IF_ERROR(
       AgreeOn(*mesh,
               absl::StrCat("the reduction of gradients in buckets of ",
@@ -542,31 +552,29 @@ absl::StatusOr<std::unique_ptr<GradientSync::Impl>> GradientSync::Impl::Build(
                            options.overlap_backward ? " with overlap" : ""),
               reduced, local_check));
   LORA_RETURN_IF_ERROR(AgreeOnShards(*mesh, reduced));
+  return impl;
+}
 
-  std::unique_ptr<Impl> impl(new Impl(std::move(mesh), options));
+absl::Status GradientSync::Impl::MakeBuffers(const Parameters& parameters) {
   LORA_ASSIGN_OR_RETURN(
-      impl->buckets_,
-      MakeBuckets(*impl->mesh_, reduced, options, /*first_index=*/0));
-  for (const DistributedParameter& parameter : reduced) {
-    impl->entries_.emplace_back(parameter);
+      buckets_, MakeBuckets(*mesh_, parameters, options_, /*first_index=*/0));
+  for (const DistributedParameter& parameter : parameters) {
+    entries_.emplace_back(parameter);
   }
-  for (size_t bucket = 0; bucket < impl->buckets_.size(); ++bucket) {
-    const std::vector<GradientSlice>& slices =
-        impl->buckets_[bucket].bucket().slices;
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
+    const std::vector<GradientSlice>& slices = buckets_[bucket].bucket().slices;
     for (size_t i = 0; i < slices.size(); ++i) {
-      Entry& entry = impl->entries_[slices[i].index];
-      entry.view = impl->buckets_[bucket].views()[i];
+      Entry& entry = entries_[slices[i].index];
+      entry.view = buckets_[bucket].views()[i];
       entry.bucket = bucket;
     }
   }
-  for (size_t i = 0; i < reduced.size(); ++i) {
-    if (HasSummedGradient(reduced[i])) {
-      impl->sums_.push_back(&impl->entries_[i]);
-    }
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (HasSummedGradient(parameters[i])) sums_.push_back(&entries_[i]);
   }
-  LORA_RETURN_IF_ERROR(impl->AddReplicatedParts(reduced));
-  impl->StartOver();
-  return impl;
+  LORA_RETURN_IF_ERROR(AddReplicatedParts(parameters));
+  StartOver();
+  return absl::OkStatus();
 }
 
 absl::Status GradientSync::Impl::AddReplicatedParts(
@@ -827,9 +835,8 @@ absl::StatusOr<int64_t> GradientSync::Impl::ReduceOnce() {
   }
   for (Entry& entry : entries_) {
     at::Tensor& gradient = entry.parameter.mutable_grad();
-    // An expanded gradient has no element of its own to write each value to.
-    if (!gradient.defined() ||
-        at::has_internal_overlap(gradient) == at::MemOverlap::Yes) {
+    // One that can't be written, such as an expanded one, is replaced.
+    if (!gradient.defined() || internal::WriteProblem(gradient) != nullptr) {
       gradient = at::empty_like(entry.parameter);
     }
     gradient.copy_(entry.view);
@@ -966,6 +973,56 @@ GradientSync::NoSyncScope::~NoSyncScope() { --sync_.impl_->no_sync_depth(); }
 
 // --- Once --------------------------------------------------------------------
 
+namespace {
+
+absl::Status CheckIsWritable(const DistributedParameter& parameter) {
+  const char* const problem = internal::WriteProblem(parameter.parameter);
+  if (problem == nullptr) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(parameter.name, " can't be written: it ", problem));
+}
+
+// Parameters that one collective broadcasts.
+struct BroadcastBuffer {
+  std::string what;              // For errors.
+  std::vector<at::Tensor> flat;  // One tensor.
+  std::vector<at::Tensor> parameters;
+  std::vector<at::Tensor> views;  // Of `flat`, one a parameter.
+};
+
+// With the values of `parameters`.
+absl::Status MakeBroadcastBuffers(const DeviceMesh& mesh,
+                                  const Parameters& parameters,
+                                  std::vector<BroadcastBuffer>& buffers) {
+  std::vector<GradientSpec> specs;
+  std::vector<at::Tensor> tensors;
+  for (const DistributedParameter& parameter : parameters) {
+    specs.push_back(SpecOf(parameter.name, parameter.parameter, "", ""));
+    tensors.push_back(parameter.parameter);
+  }
+  LORA_ASSIGN_OR_RETURN(const GradientBucketPlan plan,
+                        PlanGradientBuckets(specs));
+  for (const GradientBucket& bucket : plan.buckets) {
+    const std::vector<GradientSlice>& slices = bucket.slices;
+    BroadcastBuffer buffer;
+    buffer.what = absl::StrCat(
+        mesh.RankString(), ": ",
+        NameCollective("broadcast", slices.size(), slices[0].name));
+    buffer.flat = {
+        at::empty({bucket.numel},
+                  tensors[slices[0].index].options().requires_grad(false))};
+    buffer.views = internal::SliceViews(bucket, buffer.flat[0], tensors);
+    for (size_t i = 0; i < slices.size(); ++i) {
+      buffer.parameters.push_back(tensors[slices[i].index]);
+      buffer.views[i].copy_(buffer.parameters[i]);
+    }
+    buffers.push_back(std::move(buffer));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::StatusOr<int64_t> ReduceGradients(
     const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters) {
   // The caller keeps the mesh; this does not outlive the call.
@@ -991,44 +1048,38 @@ absl::Status BroadcastParameters(
   for (const DistributedParameter& parameter : replicated) {
     local_check.Update(CheckLiesOn(mesh, parameter));
     local_check.Update(CheckIsWhole(parameter));
+    local_check.Update(CheckIsWritable(parameter));
+  }
+  std::vector<BroadcastBuffer> buffers;
+  if (local_check.ok()) {
+    local_check = internal::GuardedStep(
+        "making the buffers for the broadcast",
+        [&] { return MakeBroadcastBuffers(mesh, replicated, buffers); });
   }
   LORA_RETURN_IF_ERROR(AgreeOn(mesh,
                                absl::StrCat("the broadcast from rank ", root),
                                replicated, local_check));
 
-  std::vector<GradientSpec> specs;
-  std::vector<at::Tensor> tensors;
-  for (const DistributedParameter& parameter : replicated) {
-    specs.push_back(SpecOf(parameter.name, parameter.parameter, "", ""));
-    tensors.push_back(parameter.parameter);
-  }
-  LORA_ASSIGN_OR_RETURN(const GradientBucketPlan plan,
-                        PlanGradientBuckets(specs));
   c10d::ProcessGroup& group = *mesh.group();
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  // Nothing is written before every collective went through.
-  std::vector<std::pair<at::Tensor, at::Tensor>> received;
-  for (const GradientBucket& bucket : plan.buckets) {
-    const at::Tensor flat = at::empty(
-        {bucket.numel},
-        tensors[bucket.slices[0].index].options().requires_grad(false));
-    const std::vector<at::Tensor> views =
-        internal::SliceViews(bucket, flat, tensors);
-    for (size_t i = 0; i < views.size(); ++i) {
-      const at::Tensor& parameter = tensors[bucket.slices[i].index];
-      views[i].copy_(parameter);
-      received.emplace_back(parameter, views[i]);
-    }
-    std::vector<at::Tensor> sent = {flat};
-    LORA_RETURN_IF_ERROR(internal::RunCollective(
-        group,
-        absl::StrCat(
-            mesh.RankString(), ": ",
-            NameCollective("broadcast", views.size(), bucket.slices[0].name)),
-        [&] { return group.broadcast(sent, options); }));
+  for (BroadcastBuffer& buffer : buffers) {
+    LORA_RETURN_IF_ERROR(internal::RunCollective(group, buffer.what, [&] {
+      return group.broadcast(buffer.flat, options);
+    }));
   }
-  for (const auto& [parameter, value] : received) parameter.copy_(value);
+  // Nothing is written before every collective went through, on the device
+  // too.
+  for (const BroadcastBuffer& buffer : buffers) {
+    LORA_RETURN_IF_ERROR(
+        internal::ReadResult(group, buffer.what, buffer.flat[0].slice(0, 0, 1))
+            .status());
+  }
+  for (const BroadcastBuffer& buffer : buffers) {
+    for (size_t i = 0; i < buffer.views.size(); ++i) {
+      buffer.parameters[i].copy_(buffer.views[i]);
+    }
+  }
   return absl::OkStatus();
 }
 

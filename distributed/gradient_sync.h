@@ -22,9 +22,11 @@
 // same order, even if it has no parameter. Where the ranks' parameters differ,
 // every rank returns the same kFailedPrecondition, which says what is on which
 // ranks alone; so it does for a parameter that can't be sent, for which the
-// rank that has it would alone return kInvalidArgument. A peer that is lost or
-// does not answer in the group's timeout: kUnavailable or kDeadlineExceeded
-// with the mesh and the first parameter of the failed collective.
+// rank that has it would alone return kInvalidArgument, and where a rank has no
+// memory for the buffers, for which it would return kResourceExhausted. A peer
+// that is lost or does not answer in the group's timeout: kUnavailable or
+// kDeadlineExceeded with the mesh and the first parameter of the failed
+// collective.
 //
 // A parameter takes part if it requires grad and its layout, which must be of
 // the mesh that is passed, reduces its gradient over some dimension or has
@@ -192,8 +194,10 @@ absl::StatusOr<int64_t> ReduceGradients(
 // Collective. Copies rank `root`'s values of the parameters that are replicated
 // over the whole mesh into those of every other rank, in place, whether they
 // require grad or not. One that is sharded over all dimensions is skipped, and
-// one over some of them kInvalidArgument; after an error the parameters are
-// what they were. `root` is in [0, mesh.size()), else kInvalidArgument.
+// one over some of them kInvalidArgument, as is one that can't be written in
+// place, as it was made in inference mode or is expanded. After an error the
+// parameters are what they were: on CUDA this waits for the device. `root` is
+// in [0, mesh.size()), else kInvalidArgument.
 absl::Status BroadcastParameters(
     const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters,
     int root = 0);

@@ -12,6 +12,7 @@
 
 #include "ATen/ATen.h"
 #include "absl/status/status.h"
+#include "c10/core/InferenceMode.h"
 #include "c10/util/intrusive_ptr.h"
 #include "distributed/device_mesh.h"
 #include "distributed/parameter_layout.h"
@@ -228,6 +229,21 @@ TEST(ReduceGradientsTest, ReplacesAnExpandedGradient) {
                                          : at::tensor({0.0f, 4.0f}));
     ASSERT_THAT(ReduceGradients(*mesh, parameters), IsOk());
     EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::tensor({1.0f, 3.0f})));
+  });
+}
+
+TEST(ReduceGradientsTest, ReplacesAGradientOfInferenceMode) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "p", {2})};
+    at::Tensor gradient;
+    {
+      const c10::InferenceMode inference_mode;
+      gradient = at::full({2}, 1.0f + 2 * rank);
+    }
+    SetGradient(parameters[0], gradient);
+    ASSERT_THAT(ReduceGradients(*mesh, parameters), IsOk());
+    EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::full({2}, 2.0f)));
+    EXPECT_TRUE(at::equal(gradient, at::full({2}, 1.0f + 2 * rank)));
   });
 }
 
@@ -777,6 +793,35 @@ TEST(GradientSyncTest, ReplaceLeavesTheHooksOfOthers) {
   });
 }
 
+// Rank 0 has a shard for whose gradient no machine has memory.
+TEST(GradientSyncTest, ARankWithoutMemoryIsAnErrorOnEveryRank) {
+  RunRanks(2, [](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        MeshPtr mesh, DeviceMesh::Create(group, {{"data", 1}, {"tensor", 2}}));
+    const int64_t rows = rank == 0 ? int64_t{1} << 50 : 1;
+    Parameters parameters = {Replicated(mesh, "a", {1}),
+                             Replicated(mesh, "b", {1})};
+    parameters[1].layout.placements[1] = Placement::Shard(0);
+    parameters[1].parameter =
+        at::zeros({1}).expand({rows}).set_requires_grad(true);
+    LORA_ASSERT_OK_AND_ASSIGN(const auto sync,
+                              GradientSync::Create(mesh, {parameters[0]}));
+    const absl::Status statuses[] = {
+        GradientSync::Create(mesh, parameters).status(),
+        sync->Replace(parameters),
+        ReduceGradients(*mesh, parameters).status(),
+    };
+    for (const absl::Status& status : statuses) {
+      EXPECT_THAT(status,
+                  StatusIs(absl::StatusCode::kFailedPrecondition,
+                           AllOf(HasSubstr("only on rank 0: making the buffers "
+                                           "for gradients"),
+                                 HasSubstr("can't allocate memory"))));
+    }
+    EXPECT_THAT(sync->Sync(), IsOk());
+  });
+}
+
 TEST(GradientSyncTest, RefusesBadArguments) {
   EXPECT_THAT(
       GradientSync::Create(nullptr, {}),
@@ -1055,6 +1100,32 @@ TEST(BroadcastParametersTest, SkipsWhatIsShardedOrOnNoMesh) {
     EXPECT_THAT(BroadcastParameters(*mesh, parameters), IsOk());
     EXPECT_EQ(parameters[0].parameter.item<float>(), rank);
     EXPECT_EQ(parameters[1].parameter.item<float>(), rank);
+  });
+}
+
+TEST(BroadcastParametersTest, WritesNothingWhereOneRankCantBeWritten) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    at::Tensor inference_tensor;
+    {
+      const c10::InferenceMode inference_mode;
+      inference_tensor = at::full({2}, rank);
+    }
+    const std::pair<at::Tensor, std::string> cases[] = {
+        {inference_tensor, "was made in inference mode"},
+        {at::full({1}, rank).expand({2}), "has several elements in one place"}};
+    for (const auto& [tensor, problem] : cases) {
+      Parameters parameters = {Replicated(mesh, "a", {2}),
+                               Replicated(mesh, "b", {2})};
+      for (DistributedParameter& parameter : parameters) {
+        parameter.parameter = at::full({2}, rank);
+      }
+      if (rank == 1) parameters[1].parameter = tensor;
+      EXPECT_THAT(BroadcastParameters(*mesh, parameters),
+                  StatusIs(absl::StatusCode::kFailedPrecondition,
+                           HasSubstr("only on rank 1: b can't be written: it " +
+                                     problem)));
+      EXPECT_TRUE(at::equal(parameters[0].parameter, at::full({2}, rank)));
+    }
   });
 }
 
