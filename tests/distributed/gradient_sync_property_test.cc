@@ -571,9 +571,13 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"TwoByTwo", {2, 2}, false, 16},
                     Case{"TwoByFour", {2, 4}, false, 6},
                     Case{"TwoByOneByTwo", {2, 1, 2}, false, 8},
+                    // Some reductions are over two of the dimensions, for which
+                    // there is no group.
+                    Case{"TwoByTwoByTwo", {2, 2, 2}, false, 4},
                     Case{"OverlapTwo", {2}, true, 16},
                     Case{"OverlapThree", {3}, true, 12},
-                    Case{"OverlapTwoByTwo", {2, 2}, true, 10}),
+                    Case{"OverlapTwoByTwo", {2, 2}, true, 10},
+                    Case{"OverlapTwoByTwoByTwo", {2, 2, 2}, true, 3}),
     [](const testing::TestParamInfo<Case>& info) { return info.param.name; });
 
 }  // namespace
