@@ -523,9 +523,19 @@ absl::StatusOr<std::unique_ptr<GradientSync::Impl>> GradientSync::Impl::Build(
     local_check.Update(absl::InvalidArgumentError(absl::StrCat(
         "bucket_bytes must be at least 1, got ", options.bucket_bytes)));
   }
+  // A parameter may have another shape now than its view there.
+  std::set<const c10::TensorImpl*> previous_views;
+  if (previous != nullptr) {
+    for (const Entry& entry : previous->entries_) {
+      previous_views.insert(entry.view.unsafeGetTensorImpl());
+    }
+  }
   for (const DistributedParameter& parameter : reduced) {
     local_check.Update(CheckLiesOn(*mesh, parameter));
-    local_check.Update(CheckGradient(parameter.name, parameter.parameter));
+    if (previous_views.count(
+            parameter.parameter.grad().unsafeGetTensorImpl()) == 0) {
+      local_check.Update(CheckGradient(parameter.name, parameter.parameter));
+    }
     if (options.overlap_backward &&
         torch::autograd::impl::post_acc_grad_hooks(parameter.parameter) !=
             nullptr &&
@@ -615,7 +625,8 @@ void GradientSync::Impl::Continue(const Impl& previous) {
   statistics_ = previous.statistics_;
   std::set<const c10::TensorImpl*> summed;
   for (const Entry* entry : previous.sums_) {
-    if (entry->is_summed && HasView(*entry)) {
+    if (entry->is_summed && HasView(*entry) &&
+        entry->view.sizes() == entry->parameter.sizes()) {
       summed.insert(entry->parameter.unsafeGetTensorImpl());
     }
   }
@@ -629,7 +640,10 @@ void GradientSync::Impl::Install() {
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
     at::Tensor& gradient = entry.parameter.mutable_grad();
-    if (gradient.defined()) entry.view.copy_(gradient);
+    // Of another shape is only a view from before the parameter changed.
+    if (gradient.defined() && gradient.sizes() == entry.view.sizes()) {
+      entry.view.copy_(gradient);
+    }
     gradient = entry.view;
     if (options_.overlap_backward) {
       torch::autograd::impl::set_post_acc_grad_hooks(

@@ -77,7 +77,9 @@ struct GradientSyncOptions {
   // parameter then gets one backward pass between Sync() calls; further ones,
   // for accumulation, go before it into a NoSyncScope. From that pass to Sync()
   // the ranks make no other collective over the mesh: how much of the reduction
-  // has started by then differs between them.
+  // has started by then differs between them. So a pass outside of a
+  // NoSyncScope is followed by Sync() on every rank, also where the step is
+  // dropped.
   bool overlap_backward = false;
 };
 
@@ -145,14 +147,19 @@ class GradientSync {
   // it, which starts nothing where there is such an error.
   absl::StatusOr<int64_t> Sync();
 
-  // Makes every gradient zero, as a view of its buffer. Not collective.
+  // Makes every gradient zero, as a view of its buffer. Not collective. With
+  // overlap, Sync() goes before it where a backward pass may have started a
+  // reduction. Without, this changes nothing and Sync() fails until Replace(),
+  // which works only if all ranks had started the same buffers: the others
+  // still wait for this rank.
   void ZeroGrad();
 
   // Collective. Goes on with another set of parameters, or with the same after
-  // they changed; gradients, NoSyncScopes and statistics stay. Works after an
-  // error too, as far as the process group does. Errors as in Create(); this
-  // object is then as it was. On CUDA also what the next Sync() would return of
-  // the last one, and this object is then as after that.
+  // they changed; gradients, NoSyncScopes and statistics stay, but for the
+  // gradient of a parameter that has another shape now, which becomes zero.
+  // Works after an error too, as far as the process group does. Errors as in
+  // Create(); this object is then as it was. On CUDA also what the next Sync()
+  // would return of the last one, and this object is then as after that.
   absl::Status Replace(absl::Span<const DistributedParameter> parameters);
 
   // While one lives, backward passes accumulate alone, and start no reduction.

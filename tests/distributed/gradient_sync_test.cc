@@ -669,6 +669,32 @@ TEST(GradientSyncTest, OverlapRefusesASecondBackwardPass) {
   });
 }
 
+TEST(GradientSyncTest, OverlapRefusesZeroGradBeforeSync) {
+  RunMeshRanks(2, [](int rank, MeshPtr mesh) {
+    const Parameters parameters = {Replicated(mesh, "a", {2})};
+    const auto backward = [&] {
+      parameters[0].parameter.sum().mul(1 + 2 * rank).backward();
+    };
+    LORA_ASSERT_OK_AND_ASSIGN(
+        const auto sync,
+        GradientSync::Create(mesh, parameters, WithBuckets(64, true)));
+    backward();
+    sync->ZeroGrad();
+    for (int call = 0; call < 2; ++call) {
+      EXPECT_THAT(sync->Sync(),
+                  StatusIs(absl::StatusCode::kFailedPrecondition,
+                           HasSubstr("ZeroGrad() was called between a backward "
+                                     "pass that started a reduction and")));
+    }
+    // Both ranks had started the buffer.
+    ASSERT_THAT(sync->Replace(parameters), IsOk());
+    sync->ZeroGrad();
+    backward();
+    ASSERT_THAT(sync->Sync(), IsOk());
+    EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::full({2}, 2.0f)));
+  });
+}
+
 // The hooks go with the object, the gradients stay.
 TEST(GradientSyncTest, ParametersOutliveIt) {
   RunMeshRanks(1, [](int, MeshPtr mesh) {
@@ -726,6 +752,39 @@ TEST(GradientSyncTest, ReplaceKnowsWhatIsSummed) {
     ASSERT_THAT(sync->Replace(parameters), IsOk());
     ASSERT_THAT(sync->Sync(), IsOk());
     EXPECT_EQ(Gradient(parameters[0]).item<float>(), 10.0f);
+  });
+}
+
+TEST(GradientSyncTest, ReplaceTakesAParameterOfAnotherShape) {
+  RunRanks(2, [](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(
+        MeshPtr mesh, DeviceMesh::Create(group, {{"data", 1}, {"tensor", 2}}));
+    Parameters parameters = {Replicated(mesh, "a", {2}),
+                             Replicated(mesh, "b", {3})};
+    parameters[0].layout.placements[1] =
+        Placement::Replicate(GradientReduction::kSum);
+    LORA_ASSERT_OK_AND_ASSIGN(const auto sync,
+                              GradientSync::Create(mesh, parameters));
+    (parameters[0].parameter.sum() +
+     parameters[1].parameter.sum() * (1 + 2 * rank))
+        .backward();
+    ASSERT_THAT(sync->Sync(), IsOk());
+    for (const int64_t size : {1, 4}) {  // The view has two elements at first.
+      SCOPED_TRACE(size);
+      parameters[0].parameter.set_data(at::zeros({size}));
+      ASSERT_THAT(sync->Replace(parameters), IsOk());
+      EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::zeros({size})));
+      EXPECT_TRUE(at::equal(Gradient(parameters[1]), at::full({3}, 2.0f)));
+      (parameters[0].parameter.sum() * 3).backward();
+      ASSERT_THAT(sync->Sync(), IsOk());
+      EXPECT_TRUE(at::equal(Gradient(parameters[0]), at::full({size}, 6.0f)));
+    }
+    // Any other gradient of another shape is not taken.
+    SetGradient(parameters[0], at::zeros({2}));
+    EXPECT_THAT(sync->Replace(parameters),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("the gradient of a must be a dense tensor "
+                                   "of shape [4]")));
   });
 }
 
