@@ -1,5 +1,6 @@
 #include "distributed/process_group.h"
 
+#include <cstdint>
 #include <exception>
 #include <mutex>
 #include <string>
@@ -39,6 +40,7 @@ bool IsLoopback(const std::string& address) {
 absl::StatusOr<c10::intrusive_ptr<c10d::Store>> JoinStore(
     const config::LaunchEnvironment& environment,
     const ProcessGroupOptions& options) {
+  const internal::SigpipeGuard guard;  // The server has a thread.
   c10d::TCPStoreOptions store_options;
   store_options.port = environment.master_port;
   store_options.isServer =
@@ -53,10 +55,14 @@ absl::StatusOr<c10::intrusive_ptr<c10d::Store>> JoinStore(
       return c10::intrusive_ptr<c10d::Store>(std::move(store));
     }
     // The agent's store outlives the attempts, with all that they left in it.
+    // Each rank counts its own calls in one: that needs no exchange.
+    const std::string attempt =
+        absl::StrCat("trainer_lora/attempt_", environment.restart_count);
+    const int64_t call =
+        store->add(absl::StrCat(attempt, "/calls_of/", environment.rank), 1);
     return c10::intrusive_ptr<c10d::Store>(
-        c10::make_intrusive<c10d::PrefixStore>(
-            absl::StrCat("trainer_lora/attempt_", environment.restart_count),
-            std::move(store)));
+        c10::make_intrusive<c10d::PrefixStore>(absl::StrCat(attempt, "/", call),
+                                               std::move(store)));
   } catch (const std::exception& exception) {
     // A timeout means here that nobody answered.
     return absl::UnavailableError(absl::StrCat(

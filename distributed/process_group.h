@@ -53,8 +53,10 @@ struct ProcessGroupOptions {
 // stays on loopback as well. A world of one needs neither master nor network.
 //
 // The agent's store outlives a restart, so the ranks of each attempt meet under
-// keys of their own, by restart_count. On several hosts the agents may count
-// differently: the ranks then don't meet, kDeadlineExceeded.
+// keys of their own, by restart_count, and by how often a rank has called this
+// in the attempt. On several hosts the agents may count differently: the ranks
+// then don't meet, kDeadlineExceeded; nor do they after a call that only some
+// ranks made.
 //
 // Errors name the address and the rank. kUnavailable: no store at the address,
 // or rank 0 can't serve one there. kDeadlineExceeded or kUnavailable: not all

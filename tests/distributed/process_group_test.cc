@@ -153,6 +153,14 @@ TEST_F(InitProcessGroupTest, AnAttemptDoesNotMeetTheOneBefore) {
   }
 }
 
+TEST_F(InitProcessGroupTest, ACallDoesNotMeetTheOneBefore) {
+  const auto store = HostAgentStore();
+  for (int call = 0; call < 3; ++call) {
+    SCOPED_TRACE(call);
+    RunAttempt(/*restart_count=*/0, store->getPort());
+  }
+}
+
 // Some containers have none.
 bool HasIpv6Loopback() {
   sockaddr_in6 address = {};
