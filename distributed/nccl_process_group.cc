@@ -8,11 +8,15 @@
 #include <utility>
 #include <vector>
 
+#include "ATen/core/Tensor.h"
+#include "ATen/ops/zeros.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "c10/core/Device.h"
 #include "c10/util/intrusive_ptr.h"
+#include "config/internal/status_macros.h"
 #include "distributed/internal/nccl_subgroup.h"
+#include "distributed/internal/rank_agreement.h"
 #include "distributed/internal/run_collective.h"
 #include "torch/csrc/distributed/c10d/PrefixStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
@@ -49,37 +53,55 @@ class NcclBackend final : public Nccl {
   bool end_process_on_error_;
 };
 
+// Collective where the group has a backend for the CPU: NCCL would wait without
+// end for a rank that `status` keeps from connecting.
+absl::Status AgreeToConnect(c10d::ProcessGroup& group,
+                            const absl::Status& status) {
+  for (const at::Device& device : group.getDeviceTypes()) {
+    if (!device.is_cpu()) continue;
+    return internal::AgreeOnStatus(
+        group, absl::StrCat("a process group of ", group.getSize()),
+        "connecting NCCL", status);
+  }
+  return status;
+}
+
+// Collective; `status` is what this rank has found so far.
 absl::Status Connect(c10d::ProcessGroup& group,
                      const std::optional<at::Device>& device,
                      const c10::intrusive_ptr<Nccl::Options>& options,
-                     bool end_process_on_error) {
+                     bool end_process_on_error, absl::Status status) {
+  const std::string what = absl::StrCat(
+      "rank ", group.getRank(), " of ", group.getSize(), ": connecting NCCL",
+      device.has_value() ? " on " + device->str() : "");
   // Else an eager connection is made in the background, and fails there.
   options->config.blocking = 1;
-  return internal::CallCollective(
-      absl::StrCat("rank ", group.getRank(), " of ", group.getSize(),
-                   ": connecting NCCL",
-                   device.has_value() ? " on " + device->str() : ""),
-      [&] {
-        const auto backend = c10::make_intrusive<NcclBackend>(
-            c10::make_intrusive<c10d::PrefixStore>("trainer_lora/nccl",
-                                                   group.getStore()),
-            group.getRank(), group.getSize(), options, end_process_on_error);
-        backend->setBoundDeviceId(device);
-        if (device.has_value()) backend->eagerConnectSingleDevice(*device);
-        // The group gets what works alone. It passes the device on.
-        constexpr auto kNccl = c10d::ProcessGroup::BackendType::NCCL;
-        group.setBoundDeviceId(device);
-        group.setDefaultBackend(kNccl);
-        group.setBackend(at::kCUDA, kNccl,
-                         c10::intrusive_ptr<c10d::Backend>(backend));
-      });
+  c10::intrusive_ptr<NcclBackend> backend;
+  if (status.ok()) {
+    status = internal::CallCollective(what, [&] {
+      backend = c10::make_intrusive<NcclBackend>(
+          c10::make_intrusive<c10d::PrefixStore>("trainer_lora/nccl",
+                                                 group.getStore()),
+          group.getRank(), group.getSize(), options, end_process_on_error);
+      backend->setBoundDeviceId(device);
+      // Whether the device works.
+      if (device.has_value()) at::zeros({1}, at::TensorOptions(*device)).cpu();
+    });
+  }
+  LORA_RETURN_IF_ERROR(AgreeToConnect(group, status));
+  return internal::CallCollective(what, [&] {
+    if (device.has_value()) backend->eagerConnectSingleDevice(*device);
+    // The group gets what works alone. It passes the device on.
+    constexpr auto kNccl = c10d::ProcessGroup::BackendType::NCCL;
+    group.setBoundDeviceId(device);
+    group.setDefaultBackend(kNccl);
+    group.setBackend(at::kCUDA, kNccl,
+                     c10::intrusive_ptr<c10d::Backend>(backend));
+  });
 }
 
-}  // namespace
-
-absl::Status AddNcclBackend(c10d::ProcessGroup& group, at::Device device,
-                            std::chrono::milliseconds timeout,
-                            const NcclOptions& options) {
+absl::Status CheckDevice(const c10d::ProcessGroup& group,
+                         const at::Device& device) {
   if (!device.is_cuda() || !device.has_index()) {
     return absl::InvalidArgumentError(absl::StrCat(
         "NCCL needs a CUDA device with an index, such as cuda:0, got ",
@@ -91,9 +113,18 @@ absl::Status AddNcclBackend(c10d::ProcessGroup& group, at::Device device,
           "the process group has a backend for CUDA already");
     }
   }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status AddNcclBackend(c10d::ProcessGroup& group, at::Device device,
+                            std::chrono::milliseconds timeout,
+                            const NcclOptions& options) {
   const auto nccl_options = Nccl::Options::create(options.high_priority_stream);
   nccl_options->timeout = timeout;
-  return Connect(group, device, nccl_options, options.end_process_on_error);
+  return Connect(group, device, nccl_options, options.end_process_on_error,
+                 CheckDevice(group, device));
 }
 
 namespace internal {
@@ -113,7 +144,8 @@ absl::Status AddNcclBackendOf(c10d::ProcessGroup& parent,
   options->split_from = nullptr;
   options->global_ranks_in_group = global_ranks;
   return Connect(group, backend->getBoundDeviceId(), options,
-                 ours == nullptr || ours->end_process_on_error());
+                 ours == nullptr || ours->end_process_on_error(),
+                 absl::OkStatus());
 }
 
 }  // namespace internal

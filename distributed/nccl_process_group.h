@@ -50,7 +50,10 @@ struct NcclOptions {
 // Collective over `group`. Makes NCCL the backend of its CUDA tensors, binds it
 // to `device`, which is this rank's alone, and connects to the other ranks, all
 // before it returns. They meet in the group's store. `timeout` is that of each
-// collective. After an error the group is as it was, but its store is used up:
+// collective, and not of NCCL's connecting, which has none: a rank that is lost
+// in it may leave the others waiting. What fails before is an error on every
+// rank where the group has a backend for the CPU, that of the first rank which
+// has one. After an error the group is as it was, but its store is used up:
 // another try needs a group in another one.
 //
 //   kInvalidArgument     `device` is no CUDA device with an index
