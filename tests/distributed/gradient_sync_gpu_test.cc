@@ -28,6 +28,7 @@
 #include "tests/testutil/process_ranks.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/sync_error_scope.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 
 namespace trainer_lora::distributed {
 namespace {
@@ -44,6 +45,7 @@ using MeshPtr = std::shared_ptr<const DeviceMesh>;
 
 constexpr char kValues[] = "values";
 constexpr char kAnotherRanksError[] = "another rank's error";
+constexpr char kGloo[] = "over Gloo on one device";
 
 // --- A model whose gradients are known ---------------------------------------
 
@@ -79,6 +81,18 @@ absl::StatusOr<MeshPtr> JoinMesh() {
   auto group = InitProcessGroup(*environment, options);
   if (!group.ok()) return group.status();
   c10::cuda::set_device(device->index());
+  return DeviceMesh::Create(*std::move(group));
+}
+
+// For ranks that share a device, which NCCL refuses.
+absl::StatusOr<MeshPtr> JoinMeshOverGloo() {
+  auto environment = config::ReadLaunchEnvironment();
+  if (!environment.ok()) return environment.status();
+  auto group = InitProcessGroup(*environment);
+  if (!group.ok()) return group.status();
+  (*group)->setBackend(at::kCUDA, c10d::ProcessGroup::BackendType::GLOO,
+                       (*group)->getBackend(at::kCPU));
+  c10::cuda::set_device(0);
   return DeviceMesh::Create(*std::move(group));
 }
 
@@ -165,7 +179,8 @@ void CheckValues(const MeshPtr& mesh) {
   }
 }
 
-// That the host never waits for the device, with all of the reductions.
+// That the host never waits for the device. A rank alone has no collectives:
+// those of TrainsOnAllDevices have.
 void CheckHotPath(const MeshPtr& mesh) {
   const auto parameters = MakeParameters(mesh, /*is_sum=*/false, at::kFloat);
   LORA_ASSERT_OK_AND_ASSIGN(
@@ -201,10 +216,11 @@ void CheckMemory(const MeshPtr& mesh) {
 }
 
 // Rank 0 has a gradient that it can't answer for, as it is a sum already.
-void CheckAnotherRanksError(const MeshPtr& mesh) {
+void CheckAnotherRanksError(const MeshPtr& mesh, bool overlap) {
   const auto parameters = MakeParameters(mesh, /*is_sum=*/true, at::kFloat);
   LORA_ASSERT_OK_AND_ASSIGN(
-      auto sync, GradientSync::Create(mesh, parameters, Options(false, false)));
+      auto sync,
+      GradientSync::Create(mesh, parameters, Options(overlap, false)));
   const Backward backward(parameters, mesh->rank(), at::kFloat);
   backward();
   ASSERT_THAT(sync->Sync(), IsOk());
@@ -216,8 +232,19 @@ void CheckAnotherRanksError(const MeshPtr& mesh) {
     backward();
     EXPECT_THAT(sync->Sync(), IsOk());
     EXPECT_TRUE(at::isnan(parameters[0].parameter.grad()).all().item<bool>());
+    sync->ZeroGrad();
+    backward();  // Starts nothing, with overlap: rank 0 would not join.
     EXPECT_THAT(sync->Sync(), StatusIs(absl::StatusCode::kFailedPrecondition,
                                        HasSubstr("another rank")));
+  }
+  ASSERT_THAT(sync->Replace(parameters), IsOk());
+  sync->ZeroGrad();
+  backward();
+  ASSERT_THAT(sync->Sync(), IsOk());
+  for (int64_t i = 0; i < kNumParameters; ++i) {
+    EXPECT_TRUE(at::equal(
+        parameters[i].parameter.grad().cpu(),
+        ReducedGradient(i, mesh->size(), /*is_sum=*/true, at::kFloat)));
   }
   EXPECT_THAT(Barrier(*mesh), IsOk());
 }
@@ -248,6 +275,11 @@ TEST_F(GradientSyncGpuTest, TellsOfAnotherRanksErrorAStepLater) {
   for (int rank = 0; rank < 2; ++rank) EXPECT_TRUE(ranks.EndedWell(rank));
 }
 
+TEST_F(GradientSyncGpuTest, ReducesOverGlooWhereRanksShareADevice) {
+  ProcessRanks ranks(kGloo, 2);
+  for (int rank = 0; rank < 2; ++rank) EXPECT_TRUE(ranks.EndedWell(rank));
+}
+
 TEST_F(GradientSyncGpuTest, TheHostDoesNotWaitForTheDevice) {
   LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, JoinMesh());
   CheckHotPath(mesh);
@@ -275,9 +307,12 @@ TEST_F(GradientSyncGpuTest, MeasuresTheNormOfTheCpu) {
 TEST(GradientSyncGpuRanks, DISABLED_Rank) {
   if (!IsRankProcess()) GTEST_SKIP() << "runs in the other tests' processes";
   alarm(120);  // A rank that hangs ends with a signal, which is a failure.
-  LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, JoinMesh());
-  if (RankScenario() == kAnotherRanksError) {
-    CheckAnotherRanksError(mesh);
+  const bool is_over_gloo = RankScenario() == kGloo;
+  LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh,
+                            is_over_gloo ? JoinMeshOverGloo() : JoinMesh());
+  if (is_over_gloo || RankScenario() == kAnotherRanksError) {
+    CheckAnotherRanksError(mesh, /*overlap=*/false);
+    CheckAnotherRanksError(mesh, /*overlap=*/true);
     return;
   }
   CheckValues(mesh);
