@@ -549,9 +549,12 @@ std::vector<at::Tensor> Apply(const at::Tensor& input,
   std::vector<at::Tensor> outputs =
       LoraFunction::apply(at::TensorList(tensors), plan);
   outputs.resize(terms.size());
+  if (input.dim() == 2) return outputs;
   for (at::Tensor& output : outputs) {
     sizes.push_back(output.size(1));
-    output = output.view(sizes);
+    // As at::linear: autograd would refuse to change a view that was made
+    // without it.
+    output = at::_unsafe_view(output, sizes);
     sizes.pop_back();
   }
   return outputs;

@@ -251,6 +251,45 @@ TEST(LoraMatmulTest, ComputesWithoutAutogradAndOnMeta) {
 
 // --- Several layers with one input -------------------------------------------
 
+// As that of at::linear.
+TEST(LoraMatmulTest, AnOutputWithoutAutogradCanBeChangedWithIt) {
+  for (const std::vector<int64_t>& shape :
+       std::vector<std::vector<int64_t>>{{kIn}, {2, kIn}, {2, 3, kIn}}) {
+    SCOPED_TRACE(::testing::Message() << "input " << shape);
+    const at::Tensor input = Random(shape);
+    const LoraMatmulTerm term = RandomTerm(kIn, kOut, kRank);
+    Tensors outputs;
+    at::Tensor expected;
+    {
+      const c10::NoGradGuard no_grad;
+      expected = Composed(input, term);
+      outputs = {LoraMatmul(input, term),
+                 LoraAdd(at::linear(input, term.weight, term.bias), input,
+                         term.lora_A, term.lora_B, term.scale)};
+    }
+    for (at::Tensor& output : outputs) {
+      EXPECT_FALSE(output.is_view());
+      const at::Tensor added = Random({kOut}).requires_grad_();
+      output.add_(added);
+      ExpectAllClose({output}, {expected + added});
+      EXPECT_EQ(GradientsOf(output, {added}).size(), 1);
+    }
+  }
+}
+
+TEST(LoraMatmulTest, AnOutputCanBeChangedInPlaceBeforeBackward) {
+  for (const std::vector<int64_t>& shape :
+       std::vector<std::vector<int64_t>>{{kFewRows, kIn}, {2, 3, kIn}}) {
+    const at::Tensor input = Random(shape).requires_grad_();
+    const LoraMatmulTerm term = RandomTerm(kIn, kOut, kRank);
+    at::Tensor output = LoraMatmul(input, term);
+    output.mul_(3);
+    const at::Tensor expected = 3 * Composed(input, term);
+    ExpectAllClose(GradientsOf(output, TensorsOf(input, term)),
+                   GradientsOf(expected, TensorsOf(input, term)));
+  }
+}
+
 TEST(LoraMatmulTest, SharedInputIsWhatEachLayerGivesByItself) {
   for (const int64_t rows : {int64_t{0}, kFewRows, kManyRows}) {
     const at::Tensor input = Random({2, rows, kIn}).requires_grad_();
