@@ -36,6 +36,7 @@ at::Tensor CopyOf(const at::Tensor& tensor,
 void RegisterCopies(const torch::nn::Module& source,
                     const std::optional<at::Device>& device,
                     torch::nn::Module& target) {
+  target.train(source.is_training());  // Before it has children with their own.
   for (const auto& item : source.named_parameters(/*recurse=*/false)) {
     target.register_parameter(item.key(), CopyOf(item.value(), device),
                               item.value().requires_grad());
@@ -46,7 +47,6 @@ void RegisterCopies(const torch::nn::Module& source,
   for (const auto& item : source.named_children()) {
     target.register_module(item.key(), item.value()->clone(device));
   }
-  target.train(source.is_training());
 }
 
 at::IntArrayRef Shape(const std::vector<int64_t>& shape) { return shape; }
@@ -133,6 +133,7 @@ class LoraLayer::StateModule : public torch::nn::Module {
   static std::shared_ptr<StateModule> ShareStateOf(
       const torch::nn::Module& layer) {
     auto base_layer = std::make_shared<StateModule>("BaseLayer");
+    base_layer->train(layer.is_training());  // Not of the children below.
     for (const auto& item : layer.named_parameters(/*recurse=*/false)) {
       base_layer->register_parameter(item.key(), item.value(),
                                      item.value().requires_grad());
@@ -143,7 +144,6 @@ class LoraLayer::StateModule : public torch::nn::Module {
     for (const auto& item : layer.named_children()) {
       base_layer->register_module(item.key(), item.value());
     }
-    base_layer->train(layer.is_training());
     return base_layer;
   }
 
@@ -325,9 +325,9 @@ absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter,
     // Module has no way to take back a buffer, so the registrations are built
     // aside and replaced as a whole.
     torch::nn::Module adapted;
+    adapted.train(is_training());
     if (name == kDefaultAdapter) register_factors(adapted);
     adapted.register_module(kBaseLayer, base_layer);
-    adapted.train(is_training());
     static_cast<torch::nn::Module&>(*this) = std::move(adapted);
     base_layer_ = std::move(base_layer);
   } else if (name == kDefaultAdapter) {
@@ -336,6 +336,7 @@ absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter,
   if (name != kDefaultAdapter) {
     if (adapters_ == nullptr) {
       adapters_ = std::make_shared<StateModule>("LoraAdapters");
+      adapters_->train(is_training());
       register_module(kAdapters, adapters_);
     }
     adapters_->register_module(name, slot.module);

@@ -351,6 +351,31 @@ TEST(LoraLayerTest, AdoptionMovesBuffersAndChildrenToo) {
             Keys(layer.named_parameters()));
 }
 
+// Such as a norm that is frozen in eval mode.
+TEST(LoraLayerTest, AdoptionAndClonesKeepTheModeOfEachModule) {
+  for (const bool training : {true, false}) {
+    for (const char* name : {kDefaultAdapter, "style"}) {
+      ComposedLinearImpl layer;
+      layer.train(training);
+      layer.children()[0]->train(!training);
+      auto adapter = layer.EmptyAdapter(Options(2, 3));
+      ASSERT_THAT(adapter, IsOk());
+      ASSERT_THAT(layer.AdoptAdapter(*adapter, name), IsOk());
+      const auto copy = layer.clone();
+      for (const torch::nn::Module* module :
+           {static_cast<const torch::nn::Module*>(&layer),
+            static_cast<const torch::nn::Module*>(copy.get())}) {
+        EXPECT_EQ(module->is_training(), training);
+        for (const auto& item : module->named_modules("", false)) {
+          EXPECT_EQ(item.value()->is_training(),
+                    (item.key() == "base_layer.inner") != training)
+              << item.key();
+        }
+      }
+    }
+  }
+}
+
 // Without adapter_options(), an int8 weight leaves no dtype for the factors.
 class PlainInt8LinearImpl : public CloneableLoraLayer<PlainInt8LinearImpl> {
  public:
