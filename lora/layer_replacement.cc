@@ -180,7 +180,7 @@ void WarnOfLargeRanks(const std::vector<SelectedLayer>& layers) {
                                                shapes.lora_B, selected.rank);
     const int64_t out_features = b[0];
     // The LoRA rank, or the part of it that each group of a convolution has.
-    const int64_t columns = c10::multiply_integers(b) / out_features;
+    const int64_t columns = c10::multiply_integers(b.begin() + 1, b.end());
     const int64_t full_rank =
         std::min(out_features, c10::multiply_integers(a) / columns);
     if (selected.rank > full_rank) {

@@ -434,11 +434,17 @@ TEST(EnableLoraTrainingTest, ATargetThatNamesAContainerAdaptsTheLinearsBelow) {
 }
 
 TEST(EnableLoraTrainingTest, TheRootModuleIsNeverAdapted) {
-  ReplicatedLinear model(kWidth, kWidth);
-  EXPECT_THAT(EnableLoraTraining(*model, Config({"Linear"})),
-              StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr("no layer that can take a LoRA adapter")));
-  EXPECT_FALSE(model->is_adapted());
+  // Both match its name, which is empty.
+  for (const char* target : {"all-linear", "*"}) {
+    ReplicatedLinear model(kWidth, kWidth);
+    config::LoraConfig config = Config({target});
+    config.target_matching = config::TargetMatching::kGlob;
+    EXPECT_THAT(EnableLoraTraining(*model, config),
+                StatusIs(absl::StatusCode::kInvalidArgument,
+                         HasSubstr("no layer that can take a LoRA adapter")))
+        << target;
+    EXPECT_FALSE(model->is_adapted());
+  }
 }
 
 TEST(EnableLoraTrainingTest, LogsRankAlphaAndLayerCount) {
@@ -523,6 +529,15 @@ TEST(EnableLoraTrainingTest, WarnsOfARankLargerThanTheLayer) {
   EXPECT_THAT(logs.Messages(LogLevel::kWarning),
               ElementsAre(AllOf(HasSubstr("blocks.0.attn.to_q"),
                                 HasSubstr("rank 9 is larger than 8"))));
+}
+
+TEST(EnableLoraTrainingTest, ALayerWithoutOutputFeaturesCanUseNoRank) {
+  torch::nn::Module model;
+  model.register_module("to_q", ReplicatedLinear(kWidth, 0));
+  LogCapture logs;
+  ASSERT_THAT(EnableLoraTraining(model, Config()), IsOk());
+  EXPECT_THAT(logs.Messages(LogLevel::kWarning),
+              ElementsAre(HasSubstr("to_q: the LoRA rank 2 is larger than 0")));
 }
 
 // Each group has its part of the rank, here 1 for one feature.
