@@ -1,5 +1,6 @@
 // What people do with a libtorch model works on an adapted one too: containers,
 // sharing, copies, conversions, archives.
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <sstream>
@@ -11,9 +12,11 @@
 #include "config/lora_config.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "lora/adapter_file.h"
 #include "lora/layer_replacement.h"
 #include "lora/linear.h"
 #include "tests/testutil/status_matchers.h"
+#include "tests/testutil/temporary_folder.h"
 #include "torch/nn/modules/activation.h"
 #include "torch/nn/modules/container/any.h"
 #include "torch/nn/modules/container/moduledict.h"
@@ -31,6 +34,7 @@ using ::testing::ElementsAre;
 using ::testing::ElementsAreArray;
 using ::testing::HasSubstr;
 using ::trainer_lora::testutil::IsOk;
+using ::trainer_lora::testutil::TemporaryFolder;
 
 constexpr int64_t kWidth = 6;
 
@@ -345,8 +349,8 @@ TEST(AdaptedModelTest, ACloneOfABaseModelCanBeEnabledApart) {
   EXPECT_TRUE(copy->to_q->is_adapted());
 }
 
-// Two roles that start from one seed, enabled, finalized and resumed in any
-// order, train exactly their own adapters.
+// Two roles that start from one seed, enabled and finalized in any order, train
+// exactly their own adapters.
 TEST(AdaptedModelTest, RolesDoNotDisturbEachOther) {
   auto student = std::make_shared<BlockImpl>();
   auto critic = std::make_shared<BlockImpl>();
@@ -363,6 +367,77 @@ TEST(AdaptedModelTest, RolesDoNotDisturbEachOther) {
     EXPECT_EQ(TrainableParameters(*model).size(), 2 * layers);
   }
   EXPECT_FALSE(at::equal(student->to_q->lora_A(), critic->to_q->lora_A()));
+}
+
+std::vector<at::Tensor> AdapterValues(const torch::nn::Module& model) {
+  std::vector<at::Tensor> values;
+  for (const NamedLoraLayer& item : LoraLayers(model)) {
+    values.push_back(item.layer->lora_A().detach().clone());
+    values.push_back(item.layer->lora_B().detach().clone());
+  }
+  return values;
+}
+
+bool AreEqual(const std::vector<at::Tensor>& a,
+              const std::vector<at::Tensor>& b) {
+  return std::equal(
+      a.begin(), a.end(), b.begin(), b.end(),
+      [](const at::Tensor& x, const at::Tensor& y) { return at::equal(x, y); });
+}
+
+// The student's adapter resumes in the model of one role, and in no other,
+// before or after these are finalized.
+TEST(AdaptedModelTest, AResumedRoleDoesNotDisturbTheOther) {
+  TemporaryFolder folder;
+  BlockImpl trained;
+  ASSERT_THAT(EnableLoraTraining(trained, Config()), IsOk());
+  RandomizeAdapters(trained);
+  ASSERT_THAT(SaveAdapter(trained, folder.Path("student")), IsOk());
+  const std::vector<at::Tensor> saved = AdapterValues(trained);
+
+  enum Step { kLoadStudent, kFinalizeStudent, kFinalizeCritic };
+  std::vector<Step> order = {kLoadStudent, kFinalizeStudent, kFinalizeCritic};
+  do {
+    SCOPED_TRACE(::testing::PrintToString(order));
+    BlockImpl student;
+    BlockImpl critic;
+    LoraTrainingOptions options;
+    options.prepare_for_fsdp = true;
+    ASSERT_THAT(EnableLoraTraining(student, Config(), options), IsOk());
+    options.initialization_scope = "critic";
+    ASSERT_THAT(EnableLoraTraining(critic, Config(), options), IsOk());
+    const std::vector<at::Tensor> fresh = AdapterValues(critic);
+    const at::Tensor base = student.to_q->weight().clone();
+    for (const Step step : order) {
+      if (step == kLoadStudent) {
+        ASSERT_THAT(LoadAdapter(student, folder.Path("student")), IsOk());
+      } else {
+        ASSERT_THAT(FinalizeLoraTraining(step == kFinalizeStudent ? student
+                                                                  : critic),
+                    IsOk());
+      }
+    }
+    EXPECT_TRUE(AreEqual(AdapterValues(student), saved));
+    EXPECT_TRUE(AreEqual(AdapterValues(critic), fresh));
+
+    // A step of the student changes its adapters alone.
+    const at::Tensor x = at::randn({3, kWidth});
+    student.forward(x).square().sum().backward();
+    std::vector<std::string> names;
+    for (const auto& [name, parameter] : TrainableParameters(student)) {
+      names.push_back(name);
+      EXPECT_TRUE(parameter.grad().any().item<bool>()) << name;
+      parameter.detach().sub_(parameter.grad());
+    }
+    EXPECT_THAT(names, ElementsAre("to_q.lora_A", "to_q.lora_B",
+                                   "tail.0.lora_A", "tail.0.lora_B"));
+    EXPECT_FALSE(AreEqual(AdapterValues(student), saved));
+    EXPECT_TRUE(AreEqual(AdapterValues(critic), fresh));
+    EXPECT_TRUE(at::equal(student.to_q->weight(), base));
+    for (const auto& [name, parameter] : TrainableParameters(critic)) {
+      EXPECT_FALSE(parameter.grad().defined()) << name;
+    }
+  } while (std::next_permutation(order.begin(), order.end()));
 }
 
 TEST(AdaptedModelTest, AForwardOnMetaIsAnErrorThatNamesTheLayer) {

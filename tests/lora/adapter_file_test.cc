@@ -191,26 +191,31 @@ TEST_F(AdapterFileTest, WhatWasSavedLoadsBitwise) {
 }
 
 // An adapter that trains in float32 over a narrower base does not lose bits.
-TEST_F(AdapterFileTest, AFloat32AdapterOfABfloat16BaseStaysFloat32) {
+TEST_F(AdapterFileTest, AFloat32AdapterOfANarrowerBaseStaysFloat32) {
   config::LoraConfig config = Config();
   config.adapter_dtype = config::AdapterDtype::kFloat32;
-  const auto adapted_model = [&config] {
-    auto model = std::make_unique<Model>();
-    model->to(at::kBFloat16);
-    EXPECT_THAT(EnableLoraTraining(*model, config), IsOk());
-    return model;
-  };
-  const auto model = adapted_model();
-  for (const auto& item : TrainableParameters(*model)) {
-    item.parameter.detach().uniform_(-1, 1);
+  for (const at::ScalarType base : {at::kBFloat16, at::kHalf}) {
+    const std::string folder = c10::toString(base);
+    SCOPED_TRACE(folder);
+    const auto adapted_model = [&] {
+      auto model = std::make_unique<Model>();
+      model->to(base);
+      EXPECT_THAT(EnableLoraTraining(*model, config), IsOk());
+      return model;
+    };
+    const auto model = adapted_model();
+    for (const auto& item : TrainableParameters(*model)) {
+      item.parameter.detach().uniform_(-1, 1);
+    }
+    ASSERT_THAT(SaveAdapter(*model, Path(folder)), IsOk());
+    const auto copy = adapted_model();
+    ASSERT_THAT(LoadAdapter(*copy, Path(folder)), IsOk());
+    for (const at::Tensor& value : AdapterValues(*copy)) {
+      EXPECT_EQ(value.scalar_type(), at::kFloat);
+    }
+    EXPECT_EQ(copy->to_q->weight().scalar_type(), base);
+    ExpectEqual(AdapterValues(*copy), AdapterValues(*model));
   }
-  ASSERT_THAT(SaveAdapter(*model, Path("adapter")), IsOk());
-  const auto copy = adapted_model();
-  ASSERT_THAT(LoadAdapter(*copy, Path("adapter")), IsOk());
-  for (const at::Tensor& value : AdapterValues(*copy)) {
-    EXPECT_EQ(value.scalar_type(), at::kFloat);
-  }
-  ExpectEqual(AdapterValues(*copy), AdapterValues(*model));
 }
 
 TEST_F(AdapterFileTest, ANonContiguousFactorIsWrittenRight) {
