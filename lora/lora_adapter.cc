@@ -10,9 +10,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "c10/core/GradMode.h"
+#include "c10/core/InferenceMode.h"
 #include "c10/util/Exception.h"
 #include "config/internal/status_macros.h"
 #include "distributed/device_mesh.h"
+#include "distributed/internal/guarded_step.h"
+#include "distributed/internal/write_problem.h"
 #include "distributed/tensor_slice.h"
 #include "lora/dora.h"
 #include "lora/internal/no_autocast_guard.h"
@@ -101,6 +104,50 @@ at::Tensor CheckedForWeight(at::Tensor restored, const at::Tensor& weight,
   return restored;
 }
 
+// What an exception of libtorch says: kResourceExhausted where memory ran out,
+// else kFailedPrecondition.
+absl::Status StatusOf(const c10::Error& error) {
+  const std::string message = error.what_without_backtrace();
+  return distributed::internal::IsOutOfMemory(error)
+             ? absl::ResourceExhaustedError(message)
+             : absl::FailedPreconditionError(message);
+}
+
+// kFailedPrecondition if `tensor`, a state `state_name` of a layer, can't take
+// values in place.
+absl::Status CheckCanWrite(const at::Tensor& tensor, const char* state_name,
+                           const std::string& layer_name) {
+  const char* const problem = distributed::internal::WriteProblem(tensor);
+  if (problem == nullptr) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      layer_name, ": its ", state_name, " can't be changed, as it ", problem,
+      ": give the layer a copy of it"));
+}
+
+// Whether the factors of an adapter can be of this type.
+bool CanBeFactors(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf ||
+         dtype == at::kBFloat16;
+}
+
+// kInvalidArgument unless these are what LoraAdapterOptions says.
+absl::Status CheckOptions(const LoraAdapterOptions& options) {
+  if (options.rank <= 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the LoRA rank must be > 0, got ", options.rank));
+  }
+  if (!std::isfinite(options.alpha) || options.alpha <= 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the LoRA alpha must be finite and > 0, got ", options.alpha));
+  }
+  if (!(options.dropout >= 0 && options.dropout < 1)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the LoRA dropout must be at least 0 and below 1, got ",
+                     options.dropout));
+  }
+  return absl::OkStatus();
+}
+
 // What `step`, which computes with the base weight of a layer, returns, or what
 // it throws.
 template <typename Step>
@@ -112,11 +159,11 @@ absl::Status WithBaseWeight(const std::string& layer_name, const Step& step) {
   } catch (const c10::LinAlgError& error) {
     return absl::InternalError(
         absl::StrCat(layer_name, ": ", error.what_without_backtrace()));
-  } catch (const c10::OutOfMemoryError& error) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat(layer_name, ": ", error.what_without_backtrace()));
   } catch (const c10::Error& error) {
-    return absl::FailedPreconditionError(error.what_without_backtrace());
+    const absl::Status status = StatusOf(error);
+    if (!absl::IsResourceExhausted(status)) return status;
+    return absl::ResourceExhaustedError(
+        absl::StrCat(layer_name, ": ", status.message()));
   }
 }
 
@@ -211,19 +258,7 @@ absl::StatusOr<LoraLayer::AdapterShapes> LoraLayer::CheckedShapes(
 
 absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
     const LoraAdapterOptions& options) const {
-  if (options.rank <= 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the LoRA rank must be > 0, got ", options.rank));
-  }
-  if (!std::isfinite(options.alpha) || options.alpha <= 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "the LoRA alpha must be finite and > 0, got ", options.alpha));
-  }
-  if (!(options.dropout >= 0 && options.dropout < 1)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the LoRA dropout must be at least 0 and below 1, got ",
-                     options.dropout));
-  }
+  LORA_RETURN_IF_ERROR(CheckOptions(options));
   LORA_ASSIGN_OR_RETURN(const AdapterShapes shapes,
                         CheckedShapes(options.rank));
   try {
@@ -238,8 +273,7 @@ absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
     }
     at::TensorOptions tensor_options = adapter_options();
     if (options.dtype) tensor_options = tensor_options.dtype(*options.dtype);
-    if (!at::isFloatingType(
-            c10::typeMetaToScalarType(tensor_options.dtype()))) {
+    if (!CanBeFactors(c10::typeMetaToScalarType(tensor_options.dtype()))) {
       return absl::FailedPreconditionError(absl::StrCat(
           "factors of type ", std::string(tensor_options.dtype().name()),
           " can't be trained: choose another dtype for the adapter, or "
@@ -251,10 +285,8 @@ absl::StatusOr<LoraAdapter> LoraLayer::EmptyAdapter(
                        options.use_dora
                            ? at::empty(shapes.lora_magnitude, tensor_options)
                            : at::Tensor()};
-  } catch (const c10::OutOfMemoryError& error) {
-    return absl::ResourceExhaustedError(error.what_without_backtrace());
   } catch (const c10::Error& error) {
-    return absl::FailedPreconditionError(error.what_without_backtrace());
+    return StatusOf(error);
   }
 }
 
@@ -287,6 +319,7 @@ absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter,
           slot.name, "' and '", name, "' would"));
     }
   }
+  LORA_RETURN_IF_ERROR(CheckOptions(options));
   LORA_ASSIGN_OR_RETURN(const AdapterShapes shapes,
                         CheckedShapes(options.rank));
   if (!adapter.lora_A.defined() || !adapter.lora_B.defined() ||
@@ -302,6 +335,23 @@ absl::Status LoraLayer::AdoptAdapter(const LoraAdapter& adapter,
     return absl::InvalidArgumentError(
         absl::StrCat(DisplayName(), " wants lora_magnitude of shape ",
                      ShapeString(shapes.lora_magnitude), " with DoRA alone"));
+  }
+  for (const at::Tensor& parameter :
+       {adapter.lora_A, adapter.lora_B, adapter.lora_magnitude}) {
+    if (!parameter.defined()) continue;
+    if (!CanBeFactors(parameter.scalar_type())) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(DisplayName(), ": an adapter of type ",
+                       c10::toString(parameter.scalar_type()),
+                       " can't be trained: convert it to a floating point "
+                       "type of 16 bits or more"));
+    }
+    if (parameter.is_inference() && !c10::InferenceMode::is_enabled()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          DisplayName(),
+          ": an adapter that was made in inference mode can't be trained: "
+          "give the layer a copy of it"));
+    }
   }
 
   const auto register_factors = [&](torch::nn::Module& owner) {
@@ -715,10 +765,16 @@ absl::StatusOr<LoraAdapter> LoraLayer::FactorsFromBase(
   if (!config::StartsFromBase(options.initialization)) return factors;
   const std::string layer_name =
       options.layer_name.empty() ? DisplayName() : options.layer_name;
-  LORA_RETURN_IF_ERROR(WithBaseWeight(layer_name, [&] {
+  LORA_RETURN_IF_ERROR(WithBaseWeight(layer_name, [&]() -> absl::Status {
     const at::Tensor weight = WeightMatrix();
     CheckUsable(adapter, weight);
     if (HasStarted(adapter)) return absl::OkStatus();
+    LORA_RETURN_IF_ERROR(CheckCanWrite(state("weight"), "weight", layer_name));
+    const FactorNames names = factor_names();
+    LORA_RETURN_IF_ERROR(
+        CheckCanWrite(adapter.lora_A, names.lora_A, layer_name));
+    LORA_RETURN_IF_ERROR(
+        CheckCanWrite(adapter.lora_B, names.lora_B, layer_name));
     const at::Tensor wide = weight.to(at::toOpMathType(weight.scalar_type()));
     const auto [a, b] =
         options.initialization == config::AdapterInitialization::kPissa
@@ -824,6 +880,7 @@ absl::Status LoraLayer::Merge(bool check_finite) {
           ": the sum of weight and adapter has values that are not finite"));
     }
     const at::Tensor weight = state("weight");
+    LORA_RETURN_IF_ERROR(CheckCanWrite(weight, "weight", DisplayName()));
     const at::Tensor merged_weight =
         CheckedForWeight(WeightFromMatrix(merged), weight, DisplayName());
     at::Tensor unmerged = weight.detach().clone();

@@ -83,7 +83,7 @@ struct LoraAdapterOptions {
   // The probability with which an element of the adapter's input is dropped
   // while the layer is in train mode, in [0, 1).
   double dropout = 0;
-  // Of the factors, a floating point type; nothing: that of
+  // Of the factors: float32, float64, float16 or bfloat16; nothing: that of
   // LoraLayer::adapter_options().
   std::optional<at::ScalarType> dtype;
   // Whether the scale is alpha / sqrt(rank) instead of alpha / rank.
@@ -185,10 +185,10 @@ class LoraLayer : public torch::nn::Module {
   // (which may be meta), of undefined content. kInvalidArgument unless
   // `options` are as described there and adapter_shapes() has some for the LoRA
   // rank, and if PiSSA or OLoRA are asked for more components than the weight
-  // has; kFailedPrecondition if there is nothing to take the dtype from, or if
-  // DoRA, PiSSA or OLoRA find no WeightMatrix(); kUnimplemented for the latter
-  // two on a layer that is split over ranks; kResourceExhausted if the memory
-  // is not there.
+  // has; kFailedPrecondition if there is nothing to take the dtype from, such
+  // as a weight in float8, or if DoRA, PiSSA or OLoRA find no WeightMatrix();
+  // kUnimplemented for the latter two on a layer that is split over ranks;
+  // kResourceExhausted if the memory is not there.
   absl::StatusOr<LoraAdapter> EmptyAdapter(
       const LoraAdapterOptions& options) const;
 
@@ -200,9 +200,10 @@ class LoraLayer : public torch::nn::Module {
   // one that is active. The first moves every parameter, buffer and child into
   // the child `base_layer`. kFailedPrecondition if the layer has an adapter of
   // this name already or is merged, or if one of the two starts from the base
-  // weight; kInvalidArgument for such a name as CheckAdapterName() refuses, and
-  // for parameters that are not of this layer's shapes. The layer is then as it
-  // was.
+  // weight; kInvalidArgument for such a name as CheckAdapterName() refuses, for
+  // options out of their range, and for parameters that are not of this layer's
+  // shapes, of no type that factors can have, or made in inference mode. The
+  // layer is then as it was.
   absl::Status AdoptAdapter(const LoraAdapter& adapter,
                             const std::string& name = kDefaultAdapter);
 
@@ -275,10 +276,12 @@ class LoraLayer : public torch::nn::Module {
   // two factors or a magnitude that are not zero, stays as it is: a trainer
   // that has loaded both from its own checkpoint goes on from there. With DoRA
   // on a layer whose input is split over ranks, collective over these.
+  // What else has this weight is not seen from here: EnableLoraTraining() and
+  // FinalizeLoraTraining() look.
   // kFailedPrecondition, with nothing changed, if weight or adapter have no
-  // values, or a magnitude's norms could not be summed over ranks; kInternal,
-  // likewise, if a decomposition does not converge; kResourceExhausted if there
-  // is no memory.
+  // values or can't be written to (expanded, or made in inference mode), or a
+  // magnitude's norms could not be summed over ranks; kInternal, likewise, if a
+  // decomposition does not converge; kResourceExhausted if there is no memory.
   absl::Status InitializeFromBase();
   // Its first half, which changes nothing, so that of several layers all can be
   // computed before one is changed: lora_A and lora_B as `adapter`, of this
@@ -311,9 +314,10 @@ class LoraLayer : public torch::nn::Module {
   // Adds the active adapters to the base weight, until Unmerge(): the weight is
   // kept meanwhile, which takes its size once more. A merged layer computes
   // with its weight alone, and refuses to train. kFailedPrecondition if it is
-  // merged already, has no adapter, or a weight that can't be merged; kDataLoss
-  // if `check_finite` and the sum has values that are not, with the layer as it
-  // was.
+  // merged already, has no adapter, or a weight that can't be merged or written
+  // to; kDataLoss if `check_finite` and the sum has values that are not;
+  // kResourceExhausted if there is no memory; each with the layer as it was.
+  // What else has this weight is not seen from here: MergeAdapters() looks.
   absl::Status Merge(bool check_finite = false);
   // Gives the layer its base weight back, bit by bit. kFailedPrecondition if it
   // isn't merged.

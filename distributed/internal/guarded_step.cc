@@ -15,15 +15,10 @@
 
 namespace trainer_lora::distributed::internal {
 
-namespace {
-
-// Of ATen's allocators. That of the CPU throws no type of its own.
 bool IsOutOfMemory(const std::exception& error) {
   return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
          absl::StrContains(error.what(), "DefaultCPUAllocator: ");
 }
-
-}  // namespace
 
 absl::Status GuardedStep(const std::string& context,
                          const std::function<absl::Status()>& step) {

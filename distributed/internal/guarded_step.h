@@ -2,6 +2,7 @@
 #ifndef TRAINER_LORA_DISTRIBUTED_INTERNAL_GUARDED_STEP_H_
 #define TRAINER_LORA_DISTRIBUTED_INTERNAL_GUARDED_STEP_H_
 
+#include <exception>
 #include <functional>
 #include <string>
 
@@ -9,6 +10,10 @@
 #include "distributed/device_mesh.h"
 
 namespace trainer_lora::distributed::internal {
+
+// Whether one of ATen's allocators threw it, as memory ran out. That of the CPU
+// throws no type of its own.
+bool IsOutOfMemory(const std::exception& error);
 
 // Calls `step`. An exception becomes kInternal, or kResourceExhausted where
 // memory ran out, also that of a device, with `context` before its message.

@@ -5,12 +5,14 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
 #include "absl/status/status.h"
 #include "c10/core/GradMode.h"
+#include "c10/core/InferenceMode.h"
 #include "config/lora_config.h"
 #include "distributed/meta_device.h"
 #include "gmock/gmock.h"
@@ -483,6 +485,54 @@ TEST(BaseInitializationTest, AWeightThatIsNotFiniteLeavesTheModelAsItWas) {
     EXPECT_THAT(status,
                 StatusIs(absl::StatusCode::kInternal, HasSubstr("to_k")));
     EXPECT_TRUE(at::equal(model->to_q->weight(), q));
+  }
+}
+
+TEST(BaseInitializationTest, AWeightThatCantBeWrittenLeavesTheModelAsItWas) {
+  ReplicatedLinear expanded(6, 9);
+  expanded->weight().set_data(at::rand({1, 6}).expand({9, 6}));
+  ReplicatedLinear inference(nullptr);
+  {
+    const c10::InferenceMode inference_mode;
+    inference = ReplicatedLinear(6, 9);
+  }
+  config::LoraConfig config = Config();
+  config.target_modules = {{"all-linear"}};
+  for (auto [layer, problem] :
+       {std::pair(expanded, "bad: its weight can't be changed, as it has "
+                            "several elements in one place"),
+        std::pair(inference, "bad: its weight can't be changed, as it was made "
+                             "in inference mode")}) {
+    for (const AdapterInitialization kind :
+         {AdapterInitialization::kPissa, AdapterInitialization::kOlora}) {
+      torch::nn::Module model;
+      const auto good = model.register_module("good", ReplicatedLinear(6, 9));
+      model.register_module("bad", layer);
+      const at::Tensor weight = good->weight().detach().clone();
+      config.initialization = kind;
+      EXPECT_THAT(EnableLoraTraining(model, config),
+                  StatusIs(absl::StatusCode::kFailedPrecondition,
+                           HasSubstr(problem)));
+      EXPECT_FALSE(good->is_adapted());
+      EXPECT_FALSE(layer->is_adapted());
+      EXPECT_TRUE(at::equal(good->weight(), weight));
+    }
+    config.initialization = AdapterInitialization::kDefault;
+    LoraAdapterOptions options;
+    options.layer_name = "bad";
+    options.rank = 2;
+    options.alpha = 2;
+    auto adapter = layer->EmptyAdapter(options);
+    ASSERT_THAT(adapter, IsOk());
+    Randomize(adapter->lora_A);
+    Randomize(adapter->lora_B);
+    ASSERT_THAT(layer->AdoptAdapter(*adapter), IsOk());
+    const at::Tensor weight = layer->weight().clone();
+    EXPECT_THAT(layer->Merge(),
+                StatusIs(absl::StatusCode::kFailedPrecondition,
+                         HasSubstr(problem)));
+    EXPECT_FALSE(layer->is_merged());
+    EXPECT_TRUE(at::equal(layer->weight(), weight));
   }
 }
 

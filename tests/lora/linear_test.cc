@@ -8,11 +8,14 @@
 #include <memory>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
 #include "absl/status/status.h"
+#include "c10/core/InferenceMode.h"
+#include "config/lora_config.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "lora/lora_adapter.h"
@@ -385,6 +388,90 @@ class PlainInt8LinearImpl : public CloneableLoraLayer<PlainInt8LinearImpl> {
   int64_t in_features() const override { return 2; }
   int64_t out_features() const override { return 3; }
 };
+
+TEST(LoraLayerTest, TheFactorsAreOfATypeThatTrains) {
+  ReplicatedLinear layer(5, 7);
+  LoraAdapterOptions options = Options(2, 2);
+  for (const at::ScalarType dtype :
+       {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+    options.dtype = dtype;
+    EXPECT_THAT(layer->EmptyAdapter(options), IsOk()) << dtype;
+  }
+  for (const at::ScalarType dtype :
+       {at::kFloat8_e4m3fn, at::kInt, at::kComplexFloat}) {
+    options.dtype = dtype;
+    EXPECT_THAT(layer->EmptyAdapter(options),
+                StatusIs(absl::StatusCode::kFailedPrecondition,
+                         HasSubstr("choose another dtype")))
+        << dtype;
+  }
+}
+
+// Each as the first could be, but for one thing.
+TEST(LoraLayerTest, AnAdapterThatCantBeAdoptedLeavesTheLayerAsItWas) {
+  ReplicatedLinear layer(5, 7);
+  auto good = layer->EmptyAdapter(Options(2, 2));
+  ASSERT_THAT(good, IsOk());
+  std::vector<std::pair<LoraAdapter, std::string>> bad;
+  const auto add = [&](const std::string& message) -> LoraAdapter& {
+    bad.emplace_back(*good, message);
+    return bad.back().first;
+  };
+  LoraAdapter& empty = add("rank must be > 0, got 0");
+  empty.options.rank = 0;
+  empty.lora_A = at::zeros({0, 5});
+  empty.lora_B = at::zeros({7, 0});
+  add("alpha must be finite").options.alpha = std::nan("");
+  add("alpha must be finite").options.alpha = 0;
+  add("dropout must be").options.dropout = 1;
+  add("type Int").lora_A = at::zeros({2, 5}, at::kInt);
+  add("type Int").lora_B = at::zeros({7, 2}, at::kInt);
+  add("type Float8_e4m3fn").lora_B = at::empty({7, 2}, at::kFloat8_e4m3fn);
+  {
+    const c10::InferenceMode inference_mode;
+    add("inference mode").lora_B = at::zeros({7, 2});
+  }
+  for (const auto& [adapter, message] : bad) {
+    for (const char* name : {kDefaultAdapter, "style"}) {
+      EXPECT_THAT(layer->AdoptAdapter(adapter, name),
+                  StatusIs(absl::StatusCode::kInvalidArgument,
+                           HasSubstr(message)));
+      EXPECT_FALSE(layer->is_adapted());
+      EXPECT_THAT(Keys(layer->named_parameters()),
+                  ElementsAre("weight", "bias"));
+    }
+  }
+  EXPECT_THAT(layer->AdoptAdapter(*good), IsOk());
+}
+
+// More than an address can say.
+constexpr int64_t kImpossibleSize = int64_t{1} << 52;
+
+// A layer whose matrix does not fit into memory.
+class ImpossibleLinearImpl : public CloneableLoraLayer<ImpossibleLinearImpl> {
+ public:
+  ImpossibleLinearImpl() { register_parameter("weight", at::zeros({3, 2})); }
+  int64_t in_features() const override { return 2; }
+  int64_t out_features() const override { return 3; }
+  at::Tensor WeightMatrix() const override {
+    return at::empty({kImpossibleSize});
+  }
+};
+
+// The CPU's allocator throws no error of its own type.
+TEST(LoraLayerTest, SaysThatMemoryRanOut) {
+  const auto says_so = StatusIs(absl::StatusCode::kResourceExhausted,
+                                HasSubstr("can't allocate memory"));
+  EXPECT_THAT(ReplicatedLinear(5, 7)->EmptyAdapter(Options(kImpossibleSize, 1)),
+              says_so);
+  ImpossibleLinearImpl layer;
+  Adopt(layer);
+  EXPECT_THAT(layer.Merge(), says_so);
+  EXPECT_FALSE(layer.is_merged());
+  LoraAdapter pissa = layer.adapter();
+  pissa.options.initialization = config::AdapterInitialization::kPissa;
+  EXPECT_THAT(layer.FactorsFromBase(pissa), says_so);
+}
 
 TEST(LoraLayerTest, AnIntegerWeightNeedsAdapterOptions) {
   EXPECT_THAT(PlainInt8LinearImpl().EmptyAdapter(Options(1, 1)),
