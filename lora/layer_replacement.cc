@@ -13,9 +13,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "c10/core/InferenceMode.h"
 #include "config/internal/status_macros.h"
 #include "config/logging.h"
 #include "config/lora_config.h"
+#include "distributed/internal/guarded_step.h"
 #include "distributed/meta_device.h"
 #include "lora/internal/layer_selection.h"
 #include "lora/parameter_initializer.h"
@@ -28,22 +30,67 @@ using internal::SelectedLayer;
 
 config::Logger Log() { return config::InitLogger("trainer_lora.lora"); }
 
+// The tensors that are trained, and their names.
+using Trained = std::map<const c10::TensorImpl*, std::string>;
+
+void Add(const std::string& name, const at::Tensor& tensor, Trained& trained) {
+  trained.emplace(tensor.unsafeGetTensorImpl(), name);
+}
+
+// kFailedPrecondition, which names it, if a parameter of the model that is
+// `trained` can't require grad.
+absl::Status CheckCanTrain(const Trained& trained,
+                           const torch::nn::Module& model) {
+  absl::Status status;
+  if (trained.empty()) return status;
+  model.apply([&](const torch::nn::Module& module) {
+    for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) {
+      const auto found = trained.find(parameter.unsafeGetTensorImpl());
+      if (found == trained.end()) continue;
+      std::string problem;
+      if (!parameter.is_floating_point() && !parameter.is_complex()) {
+        problem = absl::StrCat("is of type ",
+                               c10::toString(parameter.scalar_type()));
+      } else if (parameter.is_inference() &&
+                 !c10::InferenceMode::is_enabled()) {
+        problem = "was made in inference mode";
+      } else {
+        continue;
+      }
+      status.Update(absl::FailedPreconditionError(absl::StrCat(
+          found->second, " can't be trained, as it ", problem,
+          ": replace it, or leave it out by lora.bias or "
+          "lora.exclude_modules")));
+    }
+  });
+  return status;
+}
+
 // Freezes what is not `trained`. A gradient that stayed would be in norms, and
 // in the steps of an optimizer that has the parameter.
-void TrainOnly(const std::vector<at::Tensor>& trained,
-               torch::nn::Module& model) {
-  std::set<const c10::TensorImpl*> is_trained;
-  for (const at::Tensor& parameter : trained) {
-    is_trained.insert(parameter.unsafeGetTensorImpl());
-  }
+void TrainOnly(const Trained& trained, torch::nn::Module& model) {
   // By module: Module::parameters() would make every full name first.
   model.apply([&](torch::nn::Module& module) {
     for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) {
-      const bool trains = is_trained.count(parameter.unsafeGetTensorImpl()) > 0;
+      const bool trains = trained.count(parameter.unsafeGetTensorImpl()) > 0;
       parameter.set_requires_grad(trains);
       if (!trains) parameter.mutable_grad().reset();
     }
   });
+}
+
+// The parameters of a model that are called bias, each once.
+std::vector<NamedParameter> BiasesOf(const torch::nn::Module& model) {
+  std::vector<NamedParameter> biases;
+  std::set<const c10::TensorImpl*> seen;
+  for (const auto& item : model.named_parameters()) {
+    const bool is_bias =
+        item.key() == "bias" || absl::EndsWith(item.key(), ".bias");
+    if (is_bias && seen.insert(item.value().unsafeGetTensorImpl()).second) {
+      biases.push_back({item.key(), item.value()});
+    }
+  }
+  return biases;
 }
 
 // Says what to do about a model that is on meta.
@@ -118,13 +165,16 @@ absl::StatusOr<LoraAdapter> MakeAdapter(const SelectedLayer& selected,
                                    adapter->lora_magnitude};
   const auto names =
       selected.layer->AdapterParameterNames(adapter_name, options.use_dora);
-  for (size_t i = 0; i < names.size(); ++i) {
-    if (parameters[i].is_meta()) continue;  // The loader makes it.
-    const auto& [state_name, path] = names[i];
-    parameters[i].copy_(
-        InitialValueOf(*selected.layer, values, absl::StrCat(name, ".", path),
-                       state_name, options.rank, parameters[i]));
-  }
+  LORA_RETURN_IF_ERROR(distributed::internal::GuardedStep(name, [&] {
+    for (size_t i = 0; i < names.size(); ++i) {
+      if (parameters[i].is_meta()) continue;  // The loader makes it.
+      const auto& [state_name, path] = names[i];
+      parameters[i].copy_(
+          InitialValueOf(*selected.layer, values, absl::StrCat(name, ".", path),
+                         state_name, options.rank, parameters[i]));
+    }
+    return absl::OkStatus();
+  }));
   return adapter;
 }
 
@@ -220,6 +270,16 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
         "enable with prepare_for_fsdp, load the base weights, then call "
         "FinalizeLoraTraining"));
   }
+  Trained biases;
+  if (config.bias == config::BiasTraining::kAll) {
+    for (const auto& [name, bias] : BiasesOf(model)) Add(name, bias, biases);
+  } else if (config.bias == config::BiasTraining::kLoraOnly) {
+    for (const SelectedLayer& selected : selection.layers) {
+      Add(absl::StrCat(selected.names.front(), ".bias"),
+          selected.layer->state("bias"), biases);
+    }
+  }
+  LORA_RETURN_IF_ERROR(CheckCanTrain(biases, model));
   const LoraInitialization initialization{static_cast<uint64_t>(config.seed),
                                           options.initialization_scope,
                                           config.initialization};
@@ -269,10 +329,10 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
 }
 
 absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model) {
-  std::vector<LoraLayer*> adapted;
+  internal::NamedLayers adapted;
   int64_t num_active = 0;
   std::set<std::string> adapter_names;
-  std::vector<at::Tensor> trained;
+  Trained trained;
   for (const auto& [name, layer] : LoraLayers(model)) {
     if (!layer->is_adapted()) continue;
     if (layer->is_merged()) {
@@ -286,10 +346,10 @@ absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model) {
           return absl::FailedPreconditionError(absl::StrCat(
               name, " has lost its adapter parameter ", item.name));
         }
-        trained.push_back(item.parameter);
+        Add(absl::StrCat(name, ".", item.name), item.parameter, trained);
       }
     }
-    adapted.push_back(layer);
+    adapted.emplace_back(name, layer);
     if (!layer->active_adapters().empty()) ++num_active;
   }
   if (num_active == 0) {
@@ -304,18 +364,24 @@ absl::StatusOr<int64_t> FinalizeLoraTraining(torch::nn::Module& model) {
       model,
       "load the base weights with the aliases and the missing-parameter "
       "initializer that EnableLoraTraining returned"));
+  for (const std::string& adapter_name : adapter_names) {
+    for (const auto& [name, bias] : TrainedBiases(model, adapter_name)) {
+      Add(name, bias, trained);
+    }
+  }
+  LORA_RETURN_IF_ERROR(CheckCanTrain(trained, model));
   // All are computed before one is written.
   std::vector<LoraAdapter> factors(adapted.size());
+  internal::NamedLayers starting;
   for (size_t i = 0; i < adapted.size(); ++i) {
-    LORA_ASSIGN_OR_RETURN(factors[i], adapted[i]->FactorsFromBase());
+    LORA_ASSIGN_OR_RETURN(factors[i], adapted[i].second->FactorsFromBase());
+    if (factors[i].lora_A.defined()) starting.push_back(adapted[i]);
+  }
+  if (!starting.empty()) {
+    LORA_RETURN_IF_ERROR(internal::CheckStartsAreNotShared(model, starting));
   }
   for (size_t i = 0; i < adapted.size(); ++i) {
-    LORA_RETURN_IF_ERROR(adapted[i]->InitializeFromBase(factors[i]));
-  }
-  for (const std::string& adapter_name : adapter_names) {
-    for (const auto& bias : TrainedBiases(model, adapter_name)) {
-      trained.push_back(bias.parameter);
-    }
+    LORA_RETURN_IF_ERROR(adapted[i].second->InitializeFromBase(factors[i]));
   }
   TrainOnly(trained, model);
   model.train();
@@ -336,17 +402,7 @@ std::vector<NamedParameter> TrainedBiases(const torch::nn::Module& model,
       of_layers.push_back({absl::StrCat(name, ".base_layer.bias"), bias});
     }
   }
-  if (!all) return of_layers;
-  std::vector<NamedParameter> of_model;
-  std::set<const c10::TensorImpl*> seen;
-  for (const auto& item : model.named_parameters()) {
-    const bool is_bias =
-        item.key() == "bias" || absl::EndsWith(item.key(), ".bias");
-    if (is_bias && seen.insert(item.value().unsafeGetTensorImpl()).second) {
-      of_model.push_back({item.key(), item.value()});
-    }
-  }
-  return of_model;
+  return all ? BiasesOf(model) : of_layers;
 }
 
 std::vector<NamedParameter> TrainableParameters(

@@ -109,8 +109,11 @@ std::vector<NamedLoraLayer> LoraLayers(const torch::nn::Module& model);
 //                        already, or is merged; the model is on the meta device
 //                        and prepare_for_fsdp is false; DoRA, PiSSA or OLoRA on
 //                        a layer that has no weight for it; PiSSA or OLoRA
-//                        beside another adapter, or on two layers that share
-//                        one weight
+//                        beside another adapter, on a weight that can't be
+//                        written to (expanded, or made in inference mode), or
+//                        on one whose memory is also that of another parameter
+//                        or buffer, as tied embeddings have it; a bias that
+//                        would be trained can't require grad
 //   kUnimplemented       PiSSA or OLoRA on a layer that is split over ranks
 //   kInternal            PiSSA could not decompose a weight: it has values that
 //                        are not finite, mostly
@@ -131,7 +134,10 @@ absl::StatusOr<LoraTraining> EnableLoraTraining(
 // was:
 //   kInvalidArgument     no layer of the model has an active adapter
 //   kFailedPrecondition  an adapted layer lacks a parameter or is merged, or a
-//                        parameter is still on the meta device
+//                        parameter is still on the meta device; one that would
+//                        be trained is of an integer type or was made in
+//                        inference mode; PiSSA or OLoRA on a weight that can't
+//                        be written to, or that is tied
 //   kInternal            PiSSA could not decompose a weight
 //   kResourceExhausted   no memory for the start from the base weights
 // But for a peer that is lost while DoRA sums norms over ranks, and memory that

@@ -1,7 +1,5 @@
 #include "lora/merge.h"
 
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "config/internal/status_macros.h"
@@ -14,7 +12,7 @@ namespace trainer_lora::lora {
 
 absl::Status MergeAdapters(torch::nn::Module& model,
                            const MergeOptions& options) {
-  std::vector<std::pair<std::string, LoraLayer*>> active;
+  internal::NamedLayers active;
   for (const NamedLoraLayer& item : LoraLayers(model)) {
     if (!item.layer->active_adapters().empty()) {
       active.emplace_back(item.name, item.layer);
@@ -25,7 +23,9 @@ absl::Status MergeAdapters(torch::nn::Module& model,
         "no layer of the model has an active LoRA adapter to merge");
   }
   LORA_RETURN_IF_ERROR(internal::CheckWeightsAreNotShared(
-      active, "it would take the adapters of both"));
+      model, active,
+      "merging would change it under the other too; give each a weight of its "
+      "own, or leave the adapters unmerged"));
   std::vector<LoraLayer*> merged;
   for (const auto& [name, layer] : active) {
     const absl::Status status = layer->Merge(options.check_finite);

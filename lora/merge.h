@@ -32,8 +32,9 @@ struct MergeOptions {
 // an error the model is as it was:
 //   kInvalidArgument     no layer has an active adapter
 //   kFailedPrecondition  a layer is merged already, or its weight is of no
-//                        floating point type or on the meta device; two layers
-//                        share one weight, as tied embeddings do
+//                        floating point type, on the meta device, expanded or
+//                        made in inference mode; a parameter or buffer of the
+//                        model shares its memory, as tied embeddings do
 //   kDataLoss            check_finite, and a sum is not finite
 //   kResourceExhausted   no memory for the weights
 absl::Status MergeAdapters(torch::nn::Module& model,

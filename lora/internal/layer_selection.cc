@@ -357,6 +357,94 @@ std::vector<std::string> WarnOfLayersWithoutEffect(
   return warnings;
 }
 
+// The weights that will be written, and a search for what else lies in them.
+class WrittenWeights {
+ public:
+  // `problem` is the end of messages.
+  explicit WrittenWeights(absl::string_view problem) : problem_(problem) {}
+
+  // Takes the weight of a layer. kFailedPrecondition if another has it.
+  absl::Status Add(const std::string& name, const LoraLayer& layer) {
+    const auto extent = ExtentOf(layer.state("weight"));
+    if (!extent) return absl::OkStatus();
+    LORA_RETURN_IF_ERROR(Check(*extent, &layer, name));
+    weights_[{extent->storage, extent->end}] = {&layer, name, extent->begin};
+    return absl::OkStatus();
+  }
+
+  // kFailedPrecondition if a state of `module` lies in a weight that is not
+  // its own. `owner` is the LoraLayer that the module is a part of, or null.
+  absl::Status CheckStatesOf(const torch::nn::Module& module,
+                             const std::string& prefix,
+                             const LoraLayer* owner) const {
+    for (const auto& states : {module.named_parameters(/*recurse=*/false),
+                               module.named_buffers(/*recurse=*/false)}) {
+      for (const auto& state : states) {
+        const auto extent = ExtentOf(state.value());
+        if (!extent) continue;
+        LORA_RETURN_IF_ERROR(
+            Check(*extent, owner, absl::StrCat(prefix, state.key())));
+      }
+    }
+    for (const auto& child : module.named_children()) {
+      LORA_RETURN_IF_ERROR(CheckStatesOf(
+          *child.value(), absl::StrCat(prefix, child.key(), "."),
+          owner != nullptr
+              ? owner
+              : dynamic_cast<const LoraLayer*>(child.value().get())));
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  // Bytes of a storage.
+  struct Extent {
+    const c10::StorageImpl* storage;
+    int64_t begin;
+    int64_t end;
+  };
+
+  struct Weight {
+    const LoraLayer* layer;
+    std::string name;
+    int64_t begin;
+  };
+
+  // Nothing for a tensor without memory. What lies between the elements of one
+  // with gaps is another's.
+  static std::optional<Extent> ExtentOf(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0) {
+      return std::nullopt;
+    }
+    const int64_t size = tensor.element_size();
+    const int64_t begin = size * tensor.storage_offset();
+    const int64_t elements =
+        tensor.is_non_overlapping_and_dense() ? tensor.numel() : 1;
+    return Extent{tensor.storage().unsafeGetStorageImpl(), begin,
+                  begin + size * elements};
+  }
+
+  // For a tensor `name`, which belongs to `owner`.
+  absl::Status Check(const Extent& extent, const LoraLayer* owner,
+                     const std::string& name) const {
+    // The first that ends behind its beginning.
+    const auto found = weights_.upper_bound({extent.storage, extent.begin});
+    if (found == weights_.end() || found->first.first != extent.storage) {
+      return absl::OkStatus();
+    }
+    const Weight& weight = found->second;
+    if (weight.begin >= extent.end || weight.layer == owner) {
+      return absl::OkStatus();
+    }
+    return absl::FailedPreconditionError(absl::StrCat(
+        weight.name, " and ", name, " share one weight: ", problem_));
+  }
+
+  const absl::string_view problem_;
+  // By storage and end; none overlaps another.
+  std::map<std::pair<const c10::StorageImpl*, int64_t>, Weight> weights_;
+};
+
 }  // namespace
 
 std::vector<LayerInModel> FindLoraLayers(const torch::nn::Module& model) {
@@ -391,12 +479,11 @@ absl::StatusOr<LayerSelection> SelectLayers(
   }
 
   if (config::StartsFromBase(config.initialization)) {
-    std::vector<std::pair<std::string, LoraLayer*>> named;
+    NamedLayers named;
     for (const SelectedLayer& selected : selection.layers) {
       named.emplace_back(selected.names.front(), selected.layer);
     }
-    LORA_RETURN_IF_ERROR(CheckWeightsAreNotShared(
-        named, "PiSSA or OLoRA would take from it twice"));
+    LORA_RETURN_IF_ERROR(CheckStartsAreNotShared(model, named));
   }
 
   std::vector<std::string> stock = AdviceOnSelectedStockLayers(tree, matcher);
@@ -431,23 +518,22 @@ absl::StatusOr<LayerSelection> SelectLayers(
   return selection;
 }
 
-absl::Status CheckWeightsAreNotShared(
-    const std::vector<std::pair<std::string, LoraLayer*>>& layers,
-    absl::string_view problem) {
-  // A view of other elements, such as of a flat buffer, is another weight.
-  std::map<std::pair<const c10::StorageImpl*, int64_t>, std::string> names;
+absl::Status CheckWeightsAreNotShared(const torch::nn::Module& model,
+                                      const NamedLayers& layers,
+                                      absl::string_view problem) {
+  WrittenWeights weights(problem);
   for (const auto& [name, layer] : layers) {
-    const at::Tensor weight = layer->state("weight");
-    if (!weight.defined() || !weight.has_storage()) continue;
-    const auto [first, is_new] = names.try_emplace(
-        {weight.storage().unsafeGetStorageImpl(), weight.storage_offset()},
-        name);
-    if (is_new) continue;
-    return absl::FailedPreconditionError(
-        absl::StrCat(first->second, " and ", name,
-                     " share one weight: ", problem, "; exclude one of them"));
+    LORA_RETURN_IF_ERROR(weights.Add(name, *layer));
   }
-  return absl::OkStatus();
+  return weights.CheckStatesOf(model, /*prefix=*/"", /*owner=*/nullptr);
+}
+
+absl::Status CheckStartsAreNotShared(const torch::nn::Module& model,
+                                     const NamedLayers& layers) {
+  return CheckWeightsAreNotShared(
+      model, layers,
+      "PiSSA and OLoRA would change it under the other too; choose another "
+      "initialization, or give each a weight of its own");
 }
 
 }  // namespace trainer_lora::lora::internal

@@ -14,6 +14,7 @@
 #include "config/language_version.h"
 #include "config/lora_config.h"
 #include "lora/lora_adapter.h"
+#include "torch/nn/module.h"
 
 namespace trainer_lora::lora::internal {
 
@@ -48,7 +49,7 @@ struct LayerSelection {
 // ranks and alphas, the first counts that matches one of its names. `config` is
 // enabled and valid. kFailedPrecondition if a layer has an adapter
 // `adapter_name` already or is merged, if one of several adapters would start
-// from the base weights, or one for layers that share a weight;
+// from the base weights, or one for a layer that shares its weight;
 // kInvalidArgument, with what to do, for a name that is none of an adapter, if
 // nothing is selected, or if a pattern for ranks or alphas has no effect.
 absl::StatusOr<LayerSelection> SelectLayers(
@@ -56,12 +57,21 @@ absl::StatusOr<LayerSelection> SelectLayers(
     const std::vector<std::string>& architecture_exclusions,
     const std::string& adapter_name = kDefaultAdapter);
 
-// kFailedPrecondition if two of the layers have one weight tensor, as tied
-// embeddings do, with both names and `problem`: what would then go wrong. Each
-// layer is given with its name.
-absl::Status CheckWeightsAreNotShared(
-    const std::vector<std::pair<std::string, LoraLayer*>>& layers,
-    absl::string_view problem);
+// Layers of a model, each with its name.
+using NamedLayers = std::vector<std::pair<std::string, LoraLayer*>>;
+
+// For layers whose weights will be written: kFailedPrecondition if something
+// else of `model` lies in one of them, as with tied embeddings: the weight of
+// another of the layers, or any parameter or buffer beside these. With both
+// names and `problem`: what would go wrong, and the way out. A tensor with gaps
+// between its elements, such as columns of another, counts by its first.
+absl::Status CheckWeightsAreNotShared(const torch::nn::Module& model,
+                                      const NamedLayers& layers,
+                                      absl::string_view problem);
+
+// The same for layers whose adapters start from their weights.
+absl::Status CheckStartsAreNotShared(const torch::nn::Module& model,
+                                     const NamedLayers& layers);
 
 }  // namespace trainer_lora::lora::internal
 

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <set>
@@ -15,11 +16,15 @@
 #include "ATen/TensorOperators.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "c10/core/InferenceMode.h"
+#include "c10/util/Exception.h"
 #include "config/logging.h"
 #include "config/lora_config.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "distributed/checkpoint/sharded_loader.h"
 #include "distributed/meta_device.h"
+#include "distributed/state_layout.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "lora/conv.h"
@@ -593,6 +598,73 @@ TEST(EnableLoraTrainingTest, ErrorsLeaveTheModelAsItWas) {
   }
 }
 
+// A layer for whose initial values there is no memory.
+class NoMemoryLinearImpl : public CloneableLoraLayer<NoMemoryLinearImpl> {
+ public:
+  NoMemoryLinearImpl() { register_parameter("weight", at::zeros({3, 2})); }
+  int64_t in_features() const override { return 2; }
+  int64_t out_features() const override { return 3; }
+  std::optional<distributed::StateLayout> LayoutOf(absl::string_view,
+                                                   int64_t) const override {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "out of memory");
+  }
+};
+
+TEST(EnableLoraTrainingTest, MemoryThatRunsOutLeavesTheModelAsItWas) {
+  Model large;
+  // 2^50 bytes for lora_A, more than an address can say.
+  large.register_module("last_to_q", ReplicatedLinear(1 << 17, 1));
+  config::LoraConfig config = Config();
+  config.rank_pattern = {{"last", std::numeric_limits<int32_t>::max()}};
+  Model full;
+  full.register_module("last_to_q", std::make_shared<NoMemoryLinearImpl>());
+  for (auto* model : {&large, &full}) {
+    const Snapshot before(*model);
+    EXPECT_THAT(EnableLoraTraining(*model, config),
+                StatusIs(absl::StatusCode::kResourceExhausted,
+                         HasSubstr("last_to_q: ")));
+    EXPECT_TRUE(before == Snapshot(*model));
+    config.rank_pattern.clear();
+  }
+}
+
+// Biases that autograd can't train, made when they are asked for.
+at::Tensor IntegerBias() { return at::zeros({kWidth}, at::kInt); }
+at::Tensor InferenceBias() {
+  const c10::InferenceMode inference_mode;
+  return at::zeros({kWidth});
+}
+
+TEST(EnableLoraTrainingTest, ABiasThatCantBeTrainedLeavesTheModelAsItWas) {
+  for (const auto& [bias, problem] :
+       {std::pair(IntegerBias(), "last_to_q.bias can't be trained, as it is of "
+                                 "type Int"),
+        std::pair(InferenceBias(), "last_to_q.bias can't be trained, as it was "
+                                   "made in inference mode")}) {
+    for (const auto& [training, fails] :
+         {std::pair(config::BiasTraining::kNone, false),
+          std::pair(config::BiasTraining::kLoraOnly, true),
+          std::pair(config::BiasTraining::kAll, true)}) {
+      Model model;
+      ReplicatedLinear layer(
+          torch::nn::LinearOptions(kWidth, kWidth).bias(false));
+      model.register_module("last_to_q", layer);
+      layer->register_parameter("bias", bias, /*requires_grad=*/false);
+      config::LoraConfig config = Config();
+      config.bias = training;
+      const Snapshot before(model);
+      const absl::Status status = EnableLoraTraining(model, config).status();
+      if (!fails) {
+        EXPECT_THAT(status, IsOk());
+        continue;
+      }
+      EXPECT_THAT(status, StatusIs(absl::StatusCode::kFailedPrecondition,
+                                   HasSubstr(problem)));
+      EXPECT_TRUE(before == Snapshot(model));
+    }
+  }
+}
+
 TEST(EnableLoraTrainingTest, EnablingTwiceIsAnErrorAndNeverWrapsAWrapper) {
   for (const char* second_target : {"to_q", "to_k"}) {
     Model model;
@@ -758,6 +830,27 @@ TEST(FinalizeLoraTrainingTest, EnablesExactlyTheAdaptersAndTrainMode) {
     EXPECT_THAT(name, HasSubstr(".lora_"));
   }
   EXPECT_TRUE(model.is_training());
+}
+
+TEST(FinalizeLoraTrainingTest, AParameterThatCantBeTrainedIsAnErrorBefore) {
+  config::LoraConfig config = Config();
+  config.bias = config::BiasTraining::kLoraOnly;
+  for (const char* name :
+       {"blocks.1.attn.to_q.base_layer.bias", "blocks.1.attn.to_q.lora_B"}) {
+    Model model;
+    ASSERT_THAT(EnableLoraTraining(model, config, ForFsdp()), IsOk());
+    model.eval();
+    at::Tensor parameter = model.named_parameters()[name];
+    parameter.set_requires_grad(false);
+    parameter.set_data(at::zeros(parameter.sizes(), at::kInt));
+    const Snapshot before(model);
+    const std::string message =
+        absl::StrCat(name, " can't be trained, as it is of type Int");
+    EXPECT_THAT(FinalizeLoraTraining(model),
+                StatusIs(absl::StatusCode::kFailedPrecondition,
+                         HasSubstr(message)));
+    EXPECT_TRUE(before == Snapshot(model));
+  }
 }
 
 TEST(FinalizeLoraTrainingTest, RefusesAModelWithoutAdapters) {

@@ -16,6 +16,7 @@
 #include "lora/lora_adapter.h"
 #include "tests/testutil/status_matchers.h"
 #include "torch/nn/module.h"
+#include "torch/nn/modules/embedding.h"
 
 namespace trainer_lora::lora {
 namespace {
@@ -163,6 +164,95 @@ TEST(MergeTest, RefusesLayersThatShareAWeight) {
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        HasSubstr("encoder and decoder share one weight")));
   EXPECT_FALSE(encoder->is_merged());
+}
+
+// A language model as many are: the head's weight is that of the tokens.
+struct TiedModelImpl : torch::nn::Module {
+  TiedModelImpl() {
+    register_module("tokens", tokens);
+    register_module("lm_head", lm_head);
+  }
+  void Tie() { lm_head->weight().set_data(tokens->weight.detach()); }
+  torch::nn::Embedding tokens{9, 5};
+  ReplicatedLinear lm_head{5, 9};
+};
+
+config::LoraConfig HeadConfig(config::AdapterInitialization initialization) {
+  config::LoraConfig config;
+  config.enable = true;
+  config.rank = 2;
+  config.target_modules = {{"lm_head"}};
+  config.initialization = initialization;
+  return config;
+}
+
+TEST(MergeTest, TiedWeightsAreNotChangedBehindALayerWithoutAdapter) {
+  const auto refused =
+      StatusIs(absl::StatusCode::kFailedPrecondition,
+               HasSubstr("lm_head and tokens.weight share one weight"));
+  for (const auto initialization : {config::AdapterInitialization::kPissa,
+                                    config::AdapterInitialization::kOlora}) {
+    const config::LoraConfig config = HeadConfig(initialization);
+    TiedModelImpl tied;
+    tied.Tie();
+    const at::Tensor before = tied.tokens->weight.detach().clone();
+    EXPECT_THAT(EnableLoraTraining(tied, config), refused);
+    EXPECT_FALSE(tied.lm_head->is_adapted());
+    EXPECT_TRUE(at::equal(tied.tokens->weight, before));
+
+    TiedModelImpl tied_later;
+    LoraTrainingOptions options;
+    options.prepare_for_fsdp = true;
+    ASSERT_THAT(EnableLoraTraining(tied_later, config, options), IsOk());
+    tied_later.Tie();
+    const at::Tensor weight = tied_later.tokens->weight.detach().clone();
+    EXPECT_THAT(FinalizeLoraTraining(tied_later), refused);
+    EXPECT_TRUE(at::equal(tied_later.tokens->weight, weight));
+    EXPECT_FALSE(tied_later.lm_head->lora_B().any().item<bool>());
+  }
+  // LoRA leaves the weight alone, until it is merged.
+  TiedModelImpl tied;
+  tied.Tie();
+  ASSERT_THAT(
+      EnableLoraTraining(tied,
+                         HeadConfig(config::AdapterInitialization::kDefault)),
+      IsOk());
+  tied.lm_head->lora_B().detach().fill_(1);
+  const at::Tensor before = tied.tokens->weight.detach().clone();
+  EXPECT_THAT(MergeAdapters(tied), refused);
+  EXPECT_FALSE(tied.lm_head->is_merged());
+  EXPECT_TRUE(at::equal(tied.tokens->weight, before));
+}
+
+// What shares a storage need not share an element.
+TEST(MergeTest, PartsOfOneStorageAreSharedWithWhatCoversThemAlone) {
+  const auto covers = [](const at::Tensor& state, bool is_parameter) {
+    TiedModelImpl model;
+    model.lm_head->weight().set_data(state.narrow(0, 3, 9));
+    model.register_buffer("before", state.narrow(0, 0, 3));
+    model.register_buffer("behind", state.narrow(0, 12, 2));
+    if (is_parameter) {
+      model.register_parameter("flat", state.narrow(0, 2, 2), false);
+    }
+    return EnableLoraTraining(
+               model, HeadConfig(config::AdapterInitialization::kPissa))
+        .status();
+  };
+  const at::Tensor rows = at::randn({14, 5});
+  EXPECT_THAT(covers(rows, false), IsOk());
+  EXPECT_THAT(covers(rows, true),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("lm_head and flat share one weight")));
+
+  // Columns, as of a weight that several layers have together.
+  const at::Tensor columns = at::randn({9, 12});
+  TiedModelImpl model;
+  model.lm_head->weight().set_data(columns.narrow(1, 0, 5));
+  model.register_buffer("others", columns.narrow(1, 5, 5));
+  ASSERT_THAT(
+      EnableLoraTraining(model,
+                         HeadConfig(config::AdapterInitialization::kPissa)),
+      IsOk());
 }
 
 }  // namespace
