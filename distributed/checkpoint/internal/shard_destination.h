@@ -21,7 +21,7 @@ class ShardDestination {
   char* DirectPointer(TensorDtype dtype, int64_t begin) const;
 
   // Writes `count` elements of type `dtype`, converted, from `begin` on.
-  // `bytes` is aligned to 8.
+  // `bytes` is aligned to an element.
   void Write(TensorDtype dtype, const char* bytes, int64_t begin,
              int64_t count) const;
 

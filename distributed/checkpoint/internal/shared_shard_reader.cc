@@ -55,6 +55,27 @@ struct Block {
   std::vector<std::vector<Piece>> pieces;  // One entry a rank.
 };
 
+// Whether the pieces are one run of their source.
+bool LieTogether(const std::vector<Piece>& pieces) {
+  for (size_t i = 1; i < pieces.size(); ++i) {
+    if (pieces[i].source_begin !=
+        pieces[i - 1].source_begin + pieces[i - 1].count) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Whether both are the same of their source.
+bool AreEqualInSource(const std::vector<Piece>& a,
+                      const std::vector<Piece>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const Piece& left, const Piece& right) {
+                      return left.source_begin == right.source_begin &&
+                             left.count == right.count;
+                    });
+}
+
 int64_t Elements(const std::vector<Piece>& pieces) {
   int64_t count = 0;
   for (const Piece& piece : pieces) count += piece.count;
@@ -180,6 +201,14 @@ class SharedReader {
     // but for very many.
     const int64_t round_size =
         std::min<int64_t>(group_.getSize(), kMaxBlocksAtOnce);
+    // Once the exchange has begun the others wait for this rank: it takes all
+    // that is large before.
+    Guard([&] {
+      contents_ = at::empty({round_size, kBlockBytes}, at::kByte);
+      packed_ = at::empty({round_size, kBlockBytes}, at::kByte);
+      return absl::OkStatus();
+    });
+    LORA_RETURN_IF_ERROR(AgreeToGoOn());
     std::vector<Block> round;
     int64_t num_rounds = 0;
     bool is_last = false;
@@ -204,25 +233,20 @@ class SharedReader {
  private:
   absl::Status RunRound(const std::vector<Block>& round) {
     const int64_t rank = group_.getRank();
-    std::vector<std::vector<char>> contents(round.size());
     for (size_t i = 0; i < round.size(); ++i) {
-      const Block& block = round[i];
-      if (block.reader != rank) continue;
-      contents[i].resize((block.end - block.begin) * ElementSize(block));
+      if (round[i].reader != rank) continue;
       // What could not be read is sent all the same, as others wait for it.
-      Guard([&] { return ReadBlock(block, contents[i]); });
+      Guard([&] { return ReadBlock(round[i], ContentsOf(i)); });
     }
 
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    std::vector<at::Tensor> received(round.size());
     std::vector<std::vector<at::Tensor>> messages;  // Alive until all are sent.
     LORA_RETURN_IF_ERROR(CallCollective(context_, [&] {
       for (size_t i = 0; i < round.size(); ++i) {
         const Block& block = round[i];
         if (block.reader == rank || block.pieces[rank].empty()) continue;
-        received[i] = at::empty(
-            {Elements(block.pieces[rank]) * ElementSize(block)}, at::kByte);
-        messages.push_back({received[i]});
+        messages.push_back({contents_.select(0, i).narrow(
+            0, 0, BytesOf(block, block.pieces[rank]))});
         works.push_back(StartCollective(group_, [&] {
           return group_.recv(messages.back(), block.reader, i);
         }));
@@ -230,9 +254,10 @@ class SharedReader {
       for (size_t i = 0; i < round.size(); ++i) {
         const Block& block = round[i];
         if (block.reader != rank) continue;
-        for (int64_t peer = 0; peer < block.pieces.size(); ++peer) {
-          if (peer == rank || block.pieces[peer].empty()) continue;
-          messages.push_back({Pack(block, peer, contents[i])});
+        const std::vector<at::Tensor> to_peers = MessagesOf(block, i);
+        for (size_t peer = 0; peer < to_peers.size(); ++peer) {
+          if (!to_peers[peer].defined()) continue;
+          messages.push_back({to_peers[peer]});
           works.push_back(StartCollective(
               group_, [&] { return group_.send(messages.back(), peer, i); }));
         }
@@ -241,10 +266,9 @@ class SharedReader {
     }));
 
     for (size_t i = 0; i < round.size(); ++i) {
-      if (!received[i].defined()) continue;
+      if (round[i].reader == rank) continue;
       Guard([&] {
-        const char* position =
-            static_cast<const char*>(received[i].const_data_ptr());
+        const char* position = ContentsOf(i);
         for (const Piece& piece : round[i].pieces[rank]) {
           Place(round[i], piece, position);
           position += piece.count * ElementSize(round[i]);
@@ -273,30 +297,64 @@ class SharedReader {
     return absl::OkStatus();
   }
 
-  absl::Status ReadBlock(const Block& block, std::vector<char>& contents) {
+  absl::Status ReadBlock(const Block& block, char* contents) {
     const CheckpointTensor& source = checkpoint_.tensors()[block.source];
+    const int64_t size = (block.end - block.begin) * ElementSize(block);
     LORA_RETURN_IF_ERROR(checkpoint_.files()[source.file].Read(
         *source.info, block.begin * ElementSize(block),
-        absl::MakeSpan(contents)));
-    bytes_read_ += contents.size();
+        absl::MakeSpan(contents, size)));
+    bytes_read_ += size;
     for (const Piece& piece : block.pieces[group_.getRank()]) {
-      Place(block, piece, At(block, piece, contents));
+      Place(block, piece, contents + OffsetOf(block, piece));
     }
     return absl::OkStatus();
   }
 
-  at::Tensor Pack(const Block& block, int64_t peer,
-                  const std::vector<char>& contents) const {
-    const int64_t element_size = ElementSize(block);
-    at::Tensor bytes =
-        at::empty({Elements(block.pieces[peer]) * element_size}, at::kByte);
-    char* position = static_cast<char*>(bytes.mutable_data_ptr());
-    for (const Piece& piece : block.pieces[peer]) {
-      std::memcpy(position, At(block, piece, contents),
-                  piece.count * element_size);
-      position += piece.count * element_size;
+  // What this rank sends of block `index` of a round, an entry a peer;
+  // undefined for one that wants nothing. What lies together is sent from where
+  // it is, and what is packed is packed once for all peers that want the same.
+  std::vector<at::Tensor> MessagesOf(const Block& block, size_t index) const {
+    std::vector<at::Tensor> messages(block.pieces.size());
+    int64_t packed_bytes = 0;
+    for (size_t peer = 0; peer < messages.size(); ++peer) {
+      const std::vector<Piece>& pieces = block.pieces[peer];
+      if (static_cast<int64_t>(peer) == group_.getRank() || pieces.empty()) {
+        continue;
+      }
+      const int64_t bytes = BytesOf(block, pieces);
+      if (LieTogether(pieces)) {
+        messages[peer] = contents_.select(0, index).narrow(
+            0, OffsetOf(block, pieces.front()), bytes);
+        continue;
+      }
+      for (size_t other = 0; other < peer; ++other) {
+        if (!messages[other].defined() ||
+            !AreEqualInSource(block.pieces[other], pieces)) {
+          continue;
+        }
+        messages[peer] = messages[other];
+        break;
+      }
+      if (messages[peer].defined()) continue;
+      // Slices of ranks are equal or apart; there is always room for these.
+      messages[peer] =
+          packed_bytes + bytes <= kBlockBytes
+              ? packed_.select(0, index).narrow(0, packed_bytes, bytes)
+              : at::empty({bytes}, at::kByte);
+      packed_bytes += bytes;
+      Pack(block, pieces, ContentsOf(index), messages[peer]);
     }
-    return bytes;
+    return messages;
+  }
+
+  void Pack(const Block& block, const std::vector<Piece>& pieces,
+            const char* contents, const at::Tensor& message) const {
+    char* position = static_cast<char*>(message.mutable_data_ptr());
+    for (const Piece& piece : pieces) {
+      const int64_t bytes = piece.count * ElementSize(block);
+      std::memcpy(position, contents + OffsetOf(block, piece), bytes);
+      position += bytes;
+    }
   }
 
   void Place(const Block& block, const Piece& piece, const char* bytes) {
@@ -310,10 +368,18 @@ class SharedReader {
     return TensorDtypeBits(checkpoint_.tensors()[block.source].info->dtype) / 8;
   }
 
-  const char* At(const Block& block, const Piece& piece,
-                 const std::vector<char>& contents) const {
-    return contents.data() +
-           (piece.source_begin - block.begin) * ElementSize(block);
+  int64_t BytesOf(const Block& block, const std::vector<Piece>& pieces) const {
+    return Elements(pieces) * ElementSize(block);
+  }
+
+  // Where a piece begins in the bytes of its block.
+  int64_t OffsetOf(const Block& block, const Piece& piece) const {
+    return (piece.source_begin - block.begin) * ElementSize(block);
+  }
+
+  char* ContentsOf(size_t index) const {
+    return static_cast<char*>(contents_.mutable_data_ptr()) +
+           index * kBlockBytes;
   }
 
   const SafetensorsCheckpoint& checkpoint_;
@@ -323,6 +389,9 @@ class SharedReader {
   const std::string context_;
   const BytesCallback& on_bytes_;
   BlockQueue blocks_;
+  // A row for each block of a round: what this rank has read or got of it.
+  at::Tensor contents_;
+  at::Tensor packed_;  // And what it sends of it, where that had to be packed.
   int64_t bytes_read_ = 0;
   absl::Status read_status_;  // The first error of this rank.
 };

@@ -109,6 +109,9 @@ std::vector<MeshCase> MeshCases() {
   cases.push_back({"hybrid 2x4",
                    {{"replicate", 2}, {"shard", 4}},
                    {replicate, Placement::Shard(0)}});
+  cases.push_back({"hybrid of columns 2x2",
+                   {{"replicate", 2}, {"shard", 2}},
+                   {replicate, Placement::Shard(1)}});
   cases.push_back({"rows and columns 2x4",
                    {{"shard", 2}, {"tensor", 4}},
                    {Placement::Shard(0), Placement::Shard(1)}});

@@ -10,7 +10,6 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -48,10 +47,14 @@ struct FileTensor {
   std::vector<int64_t> shape;
 };
 
-// 2 GB; the largest has a quarter of it.
-std::vector<FileTensor> FileTensors() {
+constexpr char kReplicas[] = "replicas once";
+
+// 2 GB; the largest has a quarter of it. That one alone where each rank holds
+// all.
+std::vector<FileTensor> FileTensors(const std::string& scenario) {
   std::vector<FileTensor> tensors = {
       {"embed", TensorDtype::kBF16, {64'000, 4'096}}};
+  if (scenario == kReplicas) return tensors;
   for (int i = 0; i < 11; ++i) {
     tensors.push_back(
         {absl::StrCat("wide", i), TensorDtype::kF32, {1'000, 16'384}});
@@ -63,10 +66,10 @@ std::vector<FileTensor> FileTensors() {
 
 // A file whose data takes no room on the disk: all zeros that were never
 // written. Returns the bytes of data.
-int64_t WriteSparse(const std::string& path) {
+int64_t WriteSparse(const std::string& path, const std::string& scenario) {
   std::vector<std::string> entries;
   int64_t end = 0;
-  for (const FileTensor& tensor : FileTensors()) {
+  for (const FileTensor& tensor : FileTensors(scenario)) {
     const int64_t begin = end;
     end +=
         tensor.shape[0] * tensor.shape[1] * (TensorDtypeBits(tensor.dtype) / 8);
@@ -93,7 +96,10 @@ class ShardedLoaderMemoryTest : public ::testing::Test {
     const std::string path =
         absl::StrCat(::testing::TempDir(), "sharded_loader_memory_test.",
                      scenario, ".safetensors");
-    if (WriteSparse(path) < 0) {
+    if (const auto peak = PeakMemory::Start(); !peak.ok()) {
+      GTEST_SKIP() << peak.status();
+    }
+    if (WriteSparse(path, scenario) < 0) {
       std::filesystem::remove(path);
       GTEST_SKIP() << "no file of 2 GB can be made here";
     }
@@ -115,6 +121,9 @@ TEST_F(ShardedLoaderMemoryTest, OfRowsThatAreConverted) {
 TEST_F(ShardedLoaderMemoryTest, OfRowsThatAreReadOnce) {
   RunScenario("rows once");
 }
+TEST_F(ShardedLoaderMemoryTest, OfReplicasThatAreReadOnce) {
+  RunScenario(kReplicas);
+}
 
 TEST_F(ShardedLoaderMemoryTest, DISABLED_Rank) {
   if (!IsRankProcess()) GTEST_SKIP() << "runs as the ranks' processes";
@@ -127,7 +136,7 @@ TEST_F(ShardedLoaderMemoryTest, DISABLED_Rank) {
   LORA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<const DeviceMesh> mesh,
                             DeviceMesh::Create(group));
   std::vector<ParameterSpec> specs;
-  for (const FileTensor& tensor : FileTensors()) {
+  for (const FileTensor& tensor : FileTensors(scenario)) {
     specs.push_back(
         {tensor.name, tensor.shape,
          tensor.dtype == TensorDtype::kF32 || scenario == "converted rows"
@@ -141,24 +150,30 @@ TEST_F(ShardedLoaderMemoryTest, DISABLED_Rank) {
   }
   LoadCheckpointOptions options;
   options.mesh = mesh;
-  options.layouts = ShardedLayouts(
-      *model, mesh, {Placement::Shard(scenario == "columns" ? 1 : 0)});
-  if (scenario == "rows once") options.read_once_dims = {0};
+  options.layouts =
+      ShardedLayouts(*model, mesh,
+                     {scenario == kReplicas
+                          ? Placement::Replicate()
+                          : Placement::Shard(scenario == "columns" ? 1 : 0)});
+  if (scenario == "rows once" || scenario == kReplicas) {
+    options.read_once_dims = {0};
+  }
 
-  const absl::StatusOr<PeakMemory> peak = PeakMemory::Start();
-  if (!peak.ok()) GTEST_SKIP() << peak.status();
+  LORA_ASSERT_OK_AND_ASSIGN(const PeakMemory peak, PeakMemory::Start());
   LORA_ASSERT_OK_AND_ASSIGN(const LoadCheckpointReport report,
                             LoadCheckpoint(*model, path, options));
-  const int64_t taken = peak->BytesAboveStart();
+  const int64_t taken = peak.BytesAboveStart();
   int64_t shard_bytes = 0;
   int64_t file_bytes = 0;  // Of the shard, as the file has it.
   for (const auto& item : model->named_parameters()) {
     shard_bytes += item.value().nbytes();
-    for (const FileTensor& tensor : FileTensors()) {
+    for (const FileTensor& tensor : FileTensors(scenario)) {
       if (tensor.name != item.key()) continue;
       file_bytes += item.value().numel() * (TensorDtypeBits(tensor.dtype) / 8);
     }
   }
+  // Each of its bytes is read by one of the ranks.
+  if (scenario == kReplicas) file_bytes /= kWorldSize;
   EXPECT_GT(shard_bytes, 450 << 20);
   EXPECT_LE(taken - shard_bytes, 64 << 20);
   if (scenario != "columns") {
