@@ -58,6 +58,7 @@ bool ConsumePrefix(absl::string_view& key) {
 struct Target {
   absl::string_view name;  // As the model spells it, if it has it.
   bool is_in_model = false;
+  bool is_by_alias = false;
 };
 
 using Targets = absl::flat_hash_map<absl::string_view, Target>;
@@ -159,8 +160,9 @@ KeyResolver::Tables::Tables(const KeyAliases& aliases,
     }
     std::string name = WithoutWrappers(model_name);
     const auto found = targets.find(name);
-    const Target target =
+    Target target =
         found == targets.end() ? Target{Keep(std::move(name))} : found->second;
+    target.is_by_alias = true;
     const absl::string_view unwrapped = Keep(WithoutWrappers(key));
     keys.Add(key, unwrapped, target);
     if (unwrapped != key) wrapped_aliases.push_back({key, unwrapped, target});
@@ -187,7 +189,9 @@ KeyResolver::KeyResolver(StateDictMapping mapping, const KeyAliases& aliases,
 std::optional<MappedKey> KeyResolver::Resolve(absl::string_view key) const {
   if (const auto found = tables_->spelled_out.find(key);
       found != tables_->spelled_out.end()) {
-    return MappedKey{std::string(found->second)};
+    MappedKey mapped = {std::string(found->second)};
+    if (mapped.name != key) mapped.alias = std::string(key);
+    return mapped;
   }
   const std::string unwrapped = WithoutWrappers(key);
   absl::string_view rest = unwrapped;
@@ -209,6 +213,9 @@ KeyResolver::MappedTarget KeyResolver::Lead(absl::string_view key) const {
   RemoveWrappers(mapped.name);
   const auto found = tables_->targets.find(mapped.name);
   if (found == tables_->targets.end()) return {std::move(mapped), false};
+  if (found->second.is_by_alias && mapped.name != found->second.name) {
+    mapped.alias = std::move(mapped.name);
+  }
   mapped.name = std::string(found->second.name);
   return {std::move(mapped), found->second.is_in_model};
 }

@@ -47,8 +47,8 @@ class KeyResolver {
               absl::Span<const std::string> model_names);
 
   // The tensor that `key` stands for, `name` being one of the model's names as
-  // the model spells it, and which part of it; nothing if the model has no
-  // such tensor.
+  // the model spells it, which part of it, and the alias that led there, as
+  // step 2 met it; nothing if the model has no such tensor.
   std::optional<MappedKey> Resolve(absl::string_view key) const;
 
   // The name that `key` leads to by the steps 1 and 2, whether the model has

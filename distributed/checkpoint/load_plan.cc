@@ -18,6 +18,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "config/internal/message_text.h"
 #include "config/internal/status_macros.h"
 #include "distributed/checkpoint/key_aliases.h"
 #include "distributed/checkpoint/key_resolver.h"
@@ -161,7 +162,8 @@ class Planner {
         options_(options),
         ignored_(std::move(ignored)),
         zeros_(std::move(zeros)),
-        first_assignments_(targets.size(), Assignment::kNoSource) {
+        first_assignments_(targets.size(), Assignment::kNoSource),
+        alias_of_source_(sources.size()) {
     target_of_name_.reserve(targets.size());
     assignment_of_name_.reserve(targets.size());
     assignments_.reserve(targets.size());
@@ -209,13 +211,14 @@ class Planner {
       } else {
         plan_.unexpected.push_back(key);
         const std::string name = resolver.NameFor(key);
-        no_place_.push_back(
-            name == key ? key : absl::StrCat(key, " (as ", name, ")"));
+        no_place_.push_back(config::Printable(
+            name == key ? key : absl::StrCat(key, " (as ", name, ")")));
       }
     }
   }
 
   void Assign(size_t source, MappedKey mapped) {
+    alias_of_source_[source] = std::move(mapped.alias);
     const auto [found, is_new] =
         assignment_of_name_.try_emplace(mapped.name, assignments_.size());
     if (is_new) {
@@ -230,7 +233,7 @@ class Planner {
     Assignment& assignment = assignments_[found->second];
     if (assignment.sources.size() != mapped.num_parts) {
       given_twice_.push_back(absl::StrCat(
-          assignment.name, " (by ", sources_[source].info->name, ", one of ",
+          assignment.name, " (by ", PrintableKey(source), ", one of ",
           mapped.num_parts, ", beside others that are of ",
           assignment.sources.size(), ")"));
       return;
@@ -238,20 +241,23 @@ class Planner {
     size_t& place = assignment.sources[mapped.part];
     if (place == Assignment::kNoSource) {
       place = source;
-    } else if (!IsAlias(place, assignment.name) ||
-               !IsAlias(source, assignment.name)) {
+    } else if (!HaveAliases(place, source)) {
       given_twice_.push_back(absl::StrCat(assignment.name, " (by the keys ",
-                                          sources_[place].info->name, " and ",
-                                          sources_[source].info->name, ")"));
+                                          PrintableKey(place), " and ",
+                                          PrintableKey(source), ")"));
     }
   }
 
-  // Whether an alias leads from the source's key to `name`. Two of them are a
-  // layer that the checkpoint holds twice; of other keys it can't be known
-  // which one is meant.
-  bool IsAlias(size_t source, absl::string_view name) const {
-    const std::string& key = sources_[source].info->name;
-    return key != name && options_.aliases.Resolve(key) == name;
+  // Whether each of two sources has an alias of its own. These are a layer that
+  // the checkpoint holds twice; of other keys it can't be known which one is
+  // meant.
+  bool HaveAliases(size_t a, size_t b) const {
+    return !alias_of_source_[a].empty() && !alias_of_source_[b].empty() &&
+           alias_of_source_[a] != alias_of_source_[b];
+  }
+
+  std::string PrintableKey(size_t source) const {
+    return config::Printable(sources_[source].info->name);
   }
 
   // That the parts are there, and what the target is made of.
@@ -353,7 +359,8 @@ class Planner {
   absl::flat_hash_map<std::string, size_t> target_of_name_;
   std::vector<Assignment> assignments_;
   absl::flat_hash_map<std::string, size_t> assignment_of_name_;
-  std::vector<size_t> first_assignments_;  // By target; kNoSource if none.
+  std::vector<size_t> first_assignments_;     // By target; kNoSource if none.
+  std::vector<std::string> alias_of_source_;  // Empty for a key without one.
   std::vector<std::string> no_place_;
   std::vector<std::string> missing_;
   std::vector<std::string> incomplete_;
@@ -460,7 +467,7 @@ std::string LoadPlan::ToString(
     }
     for (const PlannedCopy* copy : copies_of[i]) {
       const CheckpointTensor& source = sources[copy->source];
-      absl::StrAppend(&text, " <- ", source.info->name, " (",
+      absl::StrAppend(&text, " <- ", config::Printable(source.info->name), " (",
                       TensorDtypeName(source.info->dtype), ", file ",
                       source.file, ": ", copy->num_runs, " x ",
                       copy->run_elements, " elements from ", copy->source_begin,
@@ -472,7 +479,7 @@ std::string LoadPlan::ToString(
   const auto add_keys = [&](absl::string_view what,
                             const std::vector<std::string>& keys) {
     for (const std::string& key : keys) {
-      absl::StrAppend(&text, "  ", what, ": ", key, "\n");
+      absl::StrAppend(&text, "  ", what, ": ", config::Printable(key), "\n");
     }
   };
   add_keys("ignored", ignored);

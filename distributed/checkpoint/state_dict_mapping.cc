@@ -60,6 +60,10 @@ absl::StatusOr<CompiledRule> Compile(MappingRule rule, size_t number) {
     return error("there is no part ", rule.part, " of ", rule.num_parts,
                  ": parts count from 0");
   }
+  if (rule.num_parts > kMaxParts) {
+    return error("a tensor has ", kMaxParts, " parts at most, not ",
+                 rule.num_parts);
+  }
   return CompiledRule{std::move(pattern), std::move(rule)};
 }
 

@@ -38,15 +38,20 @@ struct MappingRule {
   // The tensor is the `part`-th, from 0, of the `num_parts` that make the named
   // one when they are concatenated in this order along dimension 0.
   int64_t part = 0;
-  // At least 1: the tensor is the whole one.
+  // At least 1: the tensor is the whole one. At most kMaxParts.
   int64_t num_parts = 1;
 };
+
+// More parts of one tensor are taken for a mistake.
+inline constexpr int64_t kMaxParts = 1 << 16;
 
 // Where a key leads: the name of a tensor, and which part of it the key holds.
 struct MappedKey {
   std::string name;       // Of the whole tensor.
   int64_t part = 0;       // As in MappingRule.
   int64_t num_parts = 1;  // As in MappingRule.
+  // Of KeyResolver: the alias that led to the name; empty if none did.
+  std::string alias = {};
 };
 
 // An immutable value; cheap to copy, safe to share between threads.
@@ -59,7 +64,7 @@ class StateDictMapping {
   // again. kInvalidArgument, naming the rule by its number from 1 and its
   // pattern, if either text is empty, the pattern is not a regular expression,
   // the replacement asks for a group that the pattern lacks, or the part is
-  // none of num_parts.
+  // none of num_parts, which are kMaxParts at most.
   static absl::StatusOr<StateDictMapping> Create(
       std::vector<MappingRule> rules);
 

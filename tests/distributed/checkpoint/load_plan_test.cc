@@ -279,6 +279,30 @@ TEST(LoadPlanTest, ReadsTheFirstOfTwoAliases) {
   EXPECT_EQ(plan.copies[0].source, 0);
 }
 
+// Also where a wrapper has put its prefix before them.
+TEST(LoadPlanTest, ReadsTheFirstOfTwoAliasesUnderAPrefix) {
+  LoadPlanOptions options;
+  ASSERT_THAT(options.aliases.Add("x.w", "x.base_layer.w"), IsOk());
+  ASSERT_THAT(options.aliases.Add("y.w", "x.base_layer.w"), IsOk());
+  const auto plan = [&](const std::string& first, const std::string& second) {
+    const Headers headers = Headers().Add(first, {2}).Add(second, {2});
+    return MakeLoadPlan({Whole("x.base_layer.w", {2})}, headers.tensors(),
+                        options);
+  };
+  for (const std::string& prefix :
+       std::vector<std::string>{"", "module.", "model._orig_mod."}) {
+    LORA_ASSERT_OK_AND_ASSIGN(const LoadPlan found,
+                              plan(prefix + "x.w", prefix + "y.w"));
+    ASSERT_THAT(found.copies, SizeIs(1)) << prefix;
+    EXPECT_EQ(found.copies[0].source, 0) << prefix;
+  }
+  // One alias twice is no shared layer.
+  EXPECT_THAT(plan("module.x.w", "x.w"),
+              StatusIs(kUnfit, HasSubstr("by the keys module.x.w and x.w")));
+  EXPECT_THAT(plan("x.base_layer.w", "module.x.w"),
+              StatusIs(kUnfit, HasSubstr("given twice: x.base_layer.w")));
+}
+
 TEST(LoadPlanTest, ReadsTheFirstOfTwoNames) {
   const Headers headers = Headers().Add("a", {2}).Add("b", {2});
   TargetTensor target = Whole("b", {2});
@@ -306,6 +330,20 @@ TEST(LoadPlanTest, ConvertsFloatingPointTypesAlone) {
   EXPECT_THAT(plan(TensorDtype::kI32, TensorDtype::kI64), Not(IsOk()));
   EXPECT_THAT(plan(TensorDtype::kF8E8M0, TensorDtype::kF32), Not(IsOk()));
   EXPECT_THAT(plan(TensorDtype::kF4, TensorDtype::kF32), Not(IsOk()));
+}
+
+// A key of a file can't write lines of its own into a log.
+TEST(LoadPlanTest, PrintsKeysInOneLine) {
+  const Headers headers = Headers().Add("a\n\x1b[2J", {2});
+  LoadPlanOptions options;
+  EXPECT_THAT(MakeLoadPlan({}, headers.tensors(), options),
+              StatusIs(kUnfit, HasSubstr(R"(: a\x0a\x1b[2J)")));
+  options.strict = false;
+  LORA_ASSERT_OK_AND_ASSIGN(const LoadPlan plan,
+                            MakeLoadPlan({}, headers.tensors(), options));
+  EXPECT_THAT(plan.unexpected, ElementsAre("a\n\x1b[2J"));
+  EXPECT_THAT(plan.ToString({}, headers.tensors()),
+              HasSubstr(R"(no place: a\x0a\x1b[2J)"));
 }
 
 TEST(LoadPlanTest, RefusesBrokenPatterns) {

@@ -177,6 +177,8 @@ TEST(StateDictMappingTest, RefusesABadRuleByNumberAndPattern) {
       {{"x", "y", -1, 1}, "no part -1 of 1"},
       {{"x", "y", 0, 0}, "no part 0 of 0"},
       {{"x", "y", 0, -1}, "no part 0 of -1"},
+      {{"x", "y", 0, kMaxParts + 1}, "has 65536 parts at most, not 65537"},
+      {{"x", "y", 0, int64_t{1} << 62}, "has 65536 parts at most"},
       {{"x", "y", kMin, kMin}, "no part -9223372036854775808"},
   };
   for (const Case& c : cases) {
