@@ -25,7 +25,8 @@ namespace trainer_lora::distributed {
 // `global_shape`: a contiguous CPU tensor of shape `slice.sizes` and type
 // `dtype`; or nothing if it does not know the name. Must give the same values
 // for the same element on every rank, and be safe to call from several threads.
-// Loaders ask with a slice of no elements to learn whether a name is known.
+// Loaders ask with a slice of no elements (of a scalar: of its one element) to
+// learn whether a name is known.
 using MissingParameterInitializer = std::function<std::optional<at::Tensor>(
     absl::string_view name, at::IntArrayRef global_shape, at::ScalarType dtype,
     const TensorSlice& slice)>;

@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "config/internal/message_text.h"
 #include "config/internal/status_macros.h"
 #include "config/logging.h"
 #include "distributed/checkpoint/internal/json_handler.h"
@@ -168,7 +169,7 @@ absl::Status SafetensorsCheckpoint::OpenIndex(
     for (const TensorInfo& info : files_[number].tensors()) {
       const auto entry = index.weight_map.find(info.name);
       if (entry == index.weight_map.end() || entry->second != name) {
-        left_out.Add(info.name, absl::StrCat(" of ", name));
+        left_out.Add(info.name, absl::StrCat(" of ", config::Printable(name)));
         continue;
       }
       tensors_.push_back({number, &info});
@@ -208,7 +209,7 @@ absl::Status SafetensorsCheckpoint::OpenFiles(
   for (const auto& [tensor, file] : index.weight_map) {
     const size_t number = file_numbers.at(file);
     if (number == kMissing || files_[number].Find(tensor) != nullptr) continue;
-    missing_tensors.Add(tensor, absl::StrCat(" of ", file));
+    missing_tensors.Add(tensor, absl::StrCat(" of ", config::Printable(file)));
   }
   std::vector<std::string> problems;
   if (!missing_files.empty()) {

@@ -19,6 +19,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "config/internal/status_macros.h"
+#include "distributed/checkpoint/internal/json_handler.h"
 #include "distributed/checkpoint/internal/safetensors_header.h"
 
 namespace trainer_lora::distributed {
@@ -252,17 +253,17 @@ absl::Status SafetensorsFile::Read(const TensorInfo& tensor,
                                    absl::Span<char> destination) const {
   if (byte_offset > tensor.byte_size ||
       destination.size() > tensor.byte_size - byte_offset) {
-    return absl::OutOfRangeError(
-        absl::StrCat(path_, ": ", destination.size(), " bytes from byte ",
-                     byte_offset, " on were asked of tensor \"", tensor.name,
-                     "\", which has ", tensor.byte_size));
+    return absl::OutOfRangeError(absl::StrCat(
+        path_, ": ", destination.size(), " bytes from byte ", byte_offset,
+        " on were asked of tensor ", internal::QuoteName(tensor.name),
+        ", which has ", tensor.byte_size));
   }
   absl::Status status =
       ReadAt(path_, descriptor_, tensor.byte_offset + byte_offset, destination);
   if (status.ok()) return status;
-  return absl::Status(
-      status.code(),
-      absl::StrCat(status.message(), " (tensor \"", tensor.name, "\")"));
+  return absl::Status(status.code(),
+                      absl::StrCat(status.message(), " (tensor ",
+                                   internal::QuoteName(tensor.name), ")"));
 }
 
 }  // namespace trainer_lora::distributed

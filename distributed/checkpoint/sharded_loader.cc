@@ -26,6 +26,7 @@
 #include "c10/core/GradMode.h"
 #include "c10/core/InferenceMode.h"
 #include "c10/util/intrusive_ptr.h"
+#include "config/internal/message_text.h"
 #include "config/internal/status_macros.h"
 #include "config/logging.h"
 #include "distributed/checkpoint/internal/model_state.h"
@@ -171,7 +172,8 @@ class LoadPlanner {
   }
 
  private:
-  // Asks the initializer for no elements of it, which costs nothing.
+  // Asks the initializer for no elements of it (for a scalar: for the one),
+  // which costs nothing.
   bool IsInitializable(absl::string_view name) const {
     const ModelTensor& tensor = *by_name_.at(std::string(name));
     const std::vector<int64_t> shape = tensor.GlobalShape();
@@ -370,17 +372,23 @@ class Loader {
   void Warn() const {
     std::vector<std::string> extra_states;
     for (const std::string& key : load_.plan.ignored) {
-      if (absl::EndsWith(key, "_extra_state")) extra_states.push_back(key);
+      if (absl::EndsWith(key, "_extra_state")) {
+        extra_states.push_back(config::Printable(key));
+      }
+    }
+    std::vector<std::string> unexpected;
+    for (const std::string& key : load_.plan.unexpected) {
+      unexpected.push_back(config::Printable(key));
     }
     config::Logger logger = config::InitLogger("checkpoint");
     if (!extra_states.empty()) {
       logger.Warning(absl::StrCat(path_, ": left out ",
                                   absl::StrJoin(extra_states, ", ")));
     }
-    if (!load_.plan.unexpected.empty()) {
+    if (!unexpected.empty()) {
       logger.Warning(absl::StrCat(path_,
                                   ": the model has no place for the keys ",
-                                  absl::StrJoin(load_.plan.unexpected, ", ")));
+                                  absl::StrJoin(unexpected, ", ")));
     }
   }
 
@@ -550,16 +558,23 @@ absl::StatusOr<LoadCheckpointReport> LoadCheckpoint(
 absl::StatusOr<std::string> DescribeLoad(const torch::nn::Module& model,
                                          const std::string& path,
                                          const LoadCheckpointOptions& options) {
-  std::vector<ModelTensor> tensors =
-      internal::ListTensors(model, options.layouts);
-  LORA_RETURN_IF_ERROR(CheckOptions(tensors, options));
-  LORA_ASSIGN_OR_RETURN(const SafetensorsCheckpoint checkpoint,
-                        SafetensorsCheckpoint::Open(path));
-  const LoadPlanner planner(std::move(tensors), checkpoint, options);
-  LORA_ASSIGN_OR_RETURN(
-      const PreparedLoad load,
-      planner.Prepare(options.mesh == nullptr ? 0 : options.mesh->rank()));
-  return load.plan.ToString(load.targets, checkpoint.tensors());
+  std::string text;
+  LORA_RETURN_IF_ERROR(internal::GuardedStep(
+      absl::StrCat("loading ", path), [&]() -> absl::Status {
+        std::vector<ModelTensor> tensors =
+            internal::ListTensors(model, options.layouts);
+        LORA_RETURN_IF_ERROR(CheckOptions(tensors, options));
+        LORA_ASSIGN_OR_RETURN(const SafetensorsCheckpoint checkpoint,
+                              SafetensorsCheckpoint::Open(path));
+        const LoadPlanner planner(std::move(tensors), checkpoint, options);
+        LORA_ASSIGN_OR_RETURN(
+            const PreparedLoad load,
+            planner.Prepare(options.mesh == nullptr ? 0
+                                                    : options.mesh->rank()));
+        text = load.plan.ToString(load.targets, checkpoint.tensors());
+        return absl::OkStatus();
+      }));
+  return text;
 }
 
 }  // namespace trainer_lora::distributed

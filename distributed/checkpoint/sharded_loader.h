@@ -141,18 +141,23 @@ struct LoadCheckpointReport {
 //   kUnimplemented       read_once_dims over a group without a CPU backend
 //   kResourceExhausted   no memory is left for the parameters
 //   kUnavailable, kDeadlineExceeded  a peer is lost or does not answer
+//   kInternal            the initializer threw
 // An error while data is read leaves tensors on meta as they are; others hold
-// anything then, as the message says.
+// anything then, as the message says; kInternal, too, if a callback threw.
 //
-// Beyond the parameters themselves a load takes a few MiB, and room for a
-// parameter that the initializer makes. Must not run while a MetaDeviceGuard
-// lives in this thread, or while another thread uses the model.
+// Beyond the parameters themselves a load takes a few MiB a thread, and room
+// for a parameter that the initializer makes. With read_once_dims it takes at
+// most 2 MiB for each rank of the group, of 16 of them at most, and keeps the
+// plans of all its ranks: some 150 bytes for each tensor of each. Must not run
+// while a MetaDeviceGuard lives in this thread, or while another thread uses
+// the model.
 absl::StatusOr<LoadCheckpointReport> LoadCheckpoint(
     torch::nn::Module& model, const std::string& path,
     const LoadCheckpointOptions& options);
 
 // The plan of such a load on this rank, for people to read. Reads the headers
-// alone, and makes no collective. Errors as above.
+// alone, and makes no collective. Errors as above; kInternal if the initializer
+// throws.
 absl::StatusOr<std::string> DescribeLoad(const torch::nn::Module& model,
                                          const std::string& path,
                                          const LoadCheckpointOptions& options);

@@ -23,7 +23,7 @@
 namespace trainer_lora::distributed {
 namespace {
 
-using ::trainer_lora::fuzz::IsUtf8;
+using ::trainer_lora::fuzz::IsLine;
 
 MappingRule ParseRule(absl::string_view line) {
   const std::vector<std::string> fields = absl::StrSplit(line, '\t');
@@ -95,13 +95,15 @@ void TestMapping(const std::vector<MappingRule>& rules,
   if (!mapping.ok()) {
     const absl::Status& status = mapping.status();
     FUZZ_CHECK(status.code() == absl::StatusCode::kInvalidArgument) << status;
-    FUZZ_CHECK(IsUtf8(status.message())) << status;
+    FUZZ_CHECK(IsLine(status.message())) << status;
     return;
   }
   std::vector<std::unique_ptr<RE2>> patterns;
   for (const MappingRule& rule : rules) {
     FUZZ_CHECK(!rule.pattern.empty() && !rule.replacement.empty());
-    FUZZ_CHECK(0 <= rule.part && rule.part < rule.num_parts) << rule.pattern;
+    FUZZ_CHECK(0 <= rule.part && rule.part < rule.num_parts &&
+               rule.num_parts <= kMaxParts)
+        << rule.pattern;
     patterns.push_back(std::make_unique<RE2>(rule.pattern, RE2::Quiet));
     FUZZ_CHECK(patterns.back()->ok()) << rule.pattern;
   }

@@ -46,7 +46,8 @@ bool JsonHandler::parse_error(size_t position, const std::string&,
 }
 
 std::string QuoteName(absl::string_view name) {
-  return absl::StrCat("\"", config::Shorten(name, 200), "\"");
+  return absl::StrCat("\"", config::Printable(config::Shorten(name, 200)),
+                      "\"");
 }
 
 }  // namespace trainer_lora::distributed::internal

@@ -55,8 +55,8 @@ class JsonHandler : public nlohmann::json_sax<nlohmann::json> {
   absl::Status status_;
 };
 
-// `name`, which may be as long as the document, for a message: in quotes, and
-// cut after 200 bytes.
+// `name`, which may be as long as the document and have any character, for a
+// message: in quotes, cut after 200 bytes, and printable.
 std::string QuoteName(absl::string_view name);
 
 }  // namespace trainer_lora::distributed::internal

@@ -1,6 +1,5 @@
 #include "distributed/checkpoint/safetensors_file.h"
 
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -26,6 +25,7 @@
 #include "absl/types/span.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/testutil/file_size_limit.h"
 #include "tests/testutil/runfiles.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/temporary_folder.h"
@@ -38,6 +38,8 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Pair;
+using ::trainer_lora::testutil::DieAtFileSize;
+using ::trainer_lora::testutil::FileSizeLimit;
 using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::ReadBytes;
 using ::trainer_lora::testutil::RunfilePath;
@@ -320,6 +322,8 @@ std::vector<BrokenFile> BrokenFiles() {
       {"NotUtf8", FileBytes("{\"\xff\":{}}", 0), "not valid JSON"},
       {"DeepArrays", FileBytes("{\"t\":" + std::string(1000000, '['), 0),
        "\"t\" must be an object, got an array"},
+      {"NameOfControlCharacters", FileBytes("{\"a\\n\\u001b[2J\":1}", 0),
+       "\"a\\x0a\\x1b[2J\" must be an object, got 1"},
       {"DeepObjects",
        FileBytes("{\"t\":{\"shape\":{\"shape\":{\"shape\":{}}}}}", 0),
        "tensor \"t\": shape must be an array, got an object"},
@@ -643,26 +647,6 @@ TEST_F(SafetensorsFileTest, NamesTheFolderThatIsNotThere) {
       StatusIs(absl::StatusCode::kNotFound, HasSubstr(Path("no_such_folder"))));
 }
 
-// While it lives, a file can't grow beyond `bytes`: a full disk, for a test.
-class FileSizeLimit {
- public:
-  explicit FileSizeLimit(rlim_t bytes)
-      : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
-    getrlimit(RLIMIT_FSIZE, &before_);
-    rlimit limit = before_;
-    limit.rlim_cur = bytes;
-    setrlimit(RLIMIT_FSIZE, &limit);
-  }
-  ~FileSizeLimit() {
-    setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, handler_);
-  }
-
- private:
-  void (*handler_)(int);
-  rlimit before_;
-};
-
 TEST_F(SafetensorsFileTest, KeepsTheOldFileWholeWhenTheDiskIsFull) {
   const std::string path = Path("model.safetensors");
   const float old_value[] = {1.0f};
@@ -691,6 +675,36 @@ TEST_F(SafetensorsFileTest, KeepsTheOldFileWholeWhenTheDiskIsFull) {
                             SafetensorsFile::Open(path));
   EXPECT_EQ(ReadTensor<float>(file, "new"), large);
   EXPECT_THAT(FilesInFolder(), ElementsAre("model.safetensors"));
+}
+
+// The child repeats the test up to the write that kills it.
+TEST_F(SafetensorsFileTest, KeepsTheOldFileWholeWhenTheWriterIsKilled) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const std::string path = Path("model.safetensors");
+  const float old_value[] = {1.0f};
+  ASSERT_THAT(
+      WriteSafetensors(path, {{"old", TensorDtype::kF32, {1}, old_value}}, {}),
+      IsOk());
+  const std::string old_bytes = ReadBytes(path);
+  const std::vector<float> large(10'000, 2.0f);
+  const std::vector<TensorView> tensors = {
+      {"new", TensorDtype::kF32, {10'000}, large.data()}};
+  EXPECT_EXIT(
+      {
+        DieAtFileSize(20'000);
+        WriteSafetensors(path, tensors, {}).IgnoreError();
+      },
+      ::testing::KilledBySignal(SIGXFSZ), "");
+  EXPECT_EQ(ReadBytes(path), old_bytes);
+  // What was written is beside it, cut at the limit.
+  const std::vector<std::string> names = FilesInFolder();
+  ASSERT_THAT(names, ElementsAre(HasSubstr(".tmp"), "model.safetensors"));
+  EXPECT_EQ(fs::file_size(Path(names[0])), 20'000);
+
+  EXPECT_THAT(WriteSafetensors(path, tensors, {}), IsOk());
+  LORA_ASSERT_OK_AND_ASSIGN(const SafetensorsFile file,
+                            SafetensorsFile::Open(path));
+  EXPECT_EQ(ReadTensor<float>(file, "new"), large);
 }
 
 TEST_F(SafetensorsFileTest, LeavesNoTemporaryFileWhenTheTargetIsAFolder) {

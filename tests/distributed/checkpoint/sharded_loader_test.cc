@@ -357,6 +357,22 @@ TEST_F(LoadCheckpointTest, WarnsOfUnexpectedKeysWhenNotStrict) {
       ElementsAre(AllOf(HasSubstr(path_), HasSubstr("extra.a, extra.b"))));
 }
 
+TEST_F(LoadCheckpointTest, WarnsInOneLineWhateverTheKeys) {
+  NetCheckpoint()
+      .Add("a\nb", {1}, {0})
+      .Add("c\x1b._extra_state", {1}, {0})
+      .Write(path_);
+  options_.strict = false;
+  NetImpl net;
+  const LogCapture logs;
+  LORA_ASSERT_OK_AND_ASSIGN(const LoadCheckpointReport report,
+                            LoadCheckpoint(net, path_, options_));
+  EXPECT_THAT(report.unexpected, ElementsAre("a\nb"));
+  EXPECT_THAT(logs.Messages(LogLevel::kWarning),
+              ElementsAre(HasSubstr(R"(left out c\x1b._extra_state)"),
+                          HasSubstr(R"(for the keys a\x0ab)")));
+}
+
 TEST_F(LoadCheckpointTest, RefusesMissingParametersAlsoWhenNotStrict) {
   NetCheckpoint().Remove("in.bias").Write(path_);
   options_.strict = false;
@@ -376,6 +392,19 @@ TEST_F(LoadCheckpointTest, NamesAFileThatIsMissingOrBroken) {
   std::ofstream(path_) << "not a checkpoint";
   EXPECT_THAT(LoadCheckpoint(net, path_, options_),
               StatusIs(absl::StatusCode::kDataLoss, HasSubstr(path_)));
+  EXPECT_EQ(Bits(net), before);
+}
+
+// The format allows it.
+TEST_F(LoadCheckpointTest, NamesWhatAFileWithoutTensorsLacks) {
+  CheckpointBuilder().Write(path_);
+  NetImpl net;
+  const auto before = Bits(net);
+  EXPECT_THAT(LoadCheckpoint(net, path_, options_),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr(path_), HasSubstr("missing"),
+                             HasSubstr("in.weight"), HasSubstr("in.bias"),
+                             HasSubstr("norm.num_batches_tracked"))));
   EXPECT_EQ(Bits(net), before);
 }
 
@@ -785,6 +814,9 @@ TEST_F(LoadCheckpointTest, ReportsWhatTorchThrows) {
               StatusIs(absl::StatusCode::kInternal,
                        AllOf(HasSubstr(path_), HasSubstr("no such adapter"))));
   EXPECT_EQ(Bits(net), before);
+  EXPECT_THAT(DescribeLoad(net, path_, options_),
+              StatusIs(absl::StatusCode::kInternal,
+                       AllOf(HasSubstr(path_), HasSubstr("no such adapter"))));
 }
 
 }  // namespace
