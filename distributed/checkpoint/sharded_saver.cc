@@ -23,6 +23,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "c10/core/GradMode.h"
+#include "config/internal/message_text.h"
 #include "config/internal/status_macros.h"
 #include "distributed/checkpoint/internal/gather_rows.h"
 #include "distributed/checkpoint/internal/model_state.h"
@@ -43,6 +44,7 @@ namespace trainer_lora::distributed {
 namespace {
 
 using internal::DescribeTensor;
+using internal::FileStatus;
 using internal::ModelTensor;
 using internal::RowGathering;
 
@@ -52,13 +54,6 @@ struct Entry {
   const ModelTensor* tensor;
   int64_t begin;
 };
-
-// A writer's status, which has the code of the file system's error, with one of
-// SaveCheckpoint().
-absl::Status FileStatus(const absl::Status& status) {
-  if (status.ok() || absl::IsResourceExhausted(status)) return status;
-  return absl::UnavailableError(status.message());
-}
 
 // One call of SaveCheckpoint().
 class Saver {
@@ -211,7 +206,8 @@ class Saver {
         name, " has ", std::max<int64_t>(rows, 0), " rows, and its origins ",
         absl::StrJoin(*origin, " + ",
                       [](std::string* out, const KeyPart& part) {
-                        absl::StrAppend(out, part.rows, " (", part.key, ")");
+                        absl::StrAppend(out, part.rows, " (",
+                                        config::Printable(part.key), ")");
                       })));
   }
 
@@ -219,9 +215,10 @@ class Saver {
     std::set<absl::string_view> keys;
     for (const Entry& entry : entries) {
       if (!keys.insert(entry.spec.name).second) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "two tensors would be written under the key ", entry.spec.name,
-            ", one of them ", entry.tensor->names.front()));
+        return absl::InvalidArgumentError(
+            absl::StrCat("two tensors would be written under the key ",
+                         config::Printable(entry.spec.name), ", one of them ",
+                         entry.tensor->names.front()));
       }
     }
     int64_t file_bytes = 0;
@@ -256,7 +253,7 @@ class Saver {
       for (const Entry& entry : files_[i]) {
         lines.push_back(absl::StrCat(absl::CHexEscape(entry.spec.name), " [",
                                      absl::StrJoin(entry.spec.shape, ", "),
-                                     "] of ",
+                                     "] from row ", entry.begin, " of ",
                                      internal::DescribeShards(*entry.tensor)));
         const SaveTransform* const transform =
             Find(options_.transforms, *entry.tensor);

@@ -100,6 +100,9 @@ struct SaveCheckpointOptions {
 //   kUnavailable, kDeadlineExceeded  the folder can't be written; a peer is
 //                        lost or does not answer
 //   kInternal            a transform threw
+// If a peer is lost after the rename, before the ranks agree, or if the last
+// step fails, flushing the parent, the complete folder is in its place in spite
+// of the error.
 absl::Status SaveCheckpoint(const torch::nn::Module& model,
                             const std::string& folder,
                             const SaveCheckpointOptions& options);

@@ -53,8 +53,19 @@ bool RenameToNew(const std::string& from, const std::string& to) {
 
 }  // namespace
 
+absl::Status FileStatus(const absl::Status& status) {
+  if (status.ok() || absl::IsResourceExhausted(status) ||
+      absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status)) {
+    return status;
+  }
+  return absl::UnavailableError(status.message());
+}
+
 absl::StatusOr<NewFolder> NewFolder::Create(const std::string& target) {
-  const std::string plain(absl::StripSuffix(target, "/"));
+  absl::string_view rest = target;
+  while (absl::ConsumeSuffix(&rest, "/")) {
+  }
+  const std::string plain(rest);
   std::error_code ignored;
   if (plain.empty() || fs::exists(fs::symlink_status(plain, ignored))) {
     return ExistsError(target);

@@ -12,13 +12,20 @@
 
 namespace trainer_lora::distributed::internal {
 
+// The status of a writer of files, with a code that those who fill a folder
+// promise: kUnavailable where the file system's error has another than
+// kResourceExhausted. kInvalidArgument and kFailedPrecondition, which tell of
+// the tensors, stay.
+absl::Status FileStatus(const absl::Status& status);
+
 // A folder that is written aside, and removed again unless it was renamed into
 // its place.
 class NewFolder {
  public:
-  // Beside `target`, whose parent must exist, for those whom the umask lets in.
-  // kAlreadyExists, which says what to do, if something is at `target`;
-  // kUnavailable or kResourceExhausted if no folder can be made.
+  // Beside `target`, whose parent must exist, and which may end in slashes, for
+  // those whom the umask lets in. kAlreadyExists, which says what to do, if
+  // something is at `target`; kUnavailable or kResourceExhausted if no folder
+  // can be made.
   static absl::StatusOr<NewFolder> Create(const std::string& target);
 
   NewFolder(NewFolder&& other) noexcept

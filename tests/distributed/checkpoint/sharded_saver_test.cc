@@ -21,6 +21,7 @@
 #include "c10/util/Exception.h"
 #include "c10/util/intrusive_ptr.h"
 #include "config/launch_environment.h"
+#include "distributed/checkpoint/load_plan.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "distributed/device_mesh.h"
 #include "distributed/placement.h"
@@ -41,6 +42,7 @@
 namespace trainer_lora::distributed {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -316,6 +318,14 @@ TEST_F(SaveCheckpointTest, LetsThoseInWhomTheUmaskLetsIn) {
   }
 }
 
+TEST_F(SaveCheckpointTest, TakesAFolderThatEndsInSlashes) {
+  ASSERT_THAT(SaveCheckpoint(*model_, folder_ + "//", options_), IsOk());
+  EXPECT_THAT(Entries(parent_), ElementsAre("out"));
+  EXPECT_THAT(Entries(folder_), ElementsAre("model.safetensors"));
+  EXPECT_THAT(SaveCheckpoint(*model_, folder_ + "//", options_),
+              StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr("exists")));
+}
+
 // More than any file system has, and no memory: every row is the same one.
 TEST_F(SaveCheckpointTest, LooksForRoomFirst) {
   model_->register_buffer("huge", at::zeros({1}).expand({int64_t{1} << 50}));
@@ -340,6 +350,22 @@ TEST_F(SaveCheckpointTest, GivesRanksThatDifferTheSameError) {
     EXPECT_THAT(differing, StatusIs(kUnfit, HasSubstr("a.bias")));
     EXPECT_THAT(files, StatusIs(kUnfit, HasSubstr("only on rank 1")));
     EXPECT_THAT(stem, StatusIs(kInvalid, HasSubstr("rank 1: file_stem")));
+  });
+  EXPECT_THAT(Entries(parent_), IsEmpty());
+}
+
+// Keys, shapes and files are alike: only the rows under the keys differ.
+TEST_F(SaveCheckpointTest, RefusesRowsThatRanksPutUnderOtherKeys) {
+  RunRanks(2, [&](int rank, GroupPtr group) {
+    LORA_ASSERT_OK_AND_ASSIGN(const MeshPtr mesh, DeviceMesh::Create(group));
+    SaveCheckpointOptions options;
+    options.mesh = mesh;
+    std::vector<KeyPart>& parts = options.origins["a.weight"];
+    parts = {{"q", 2}, {"k", 2}};
+    if (rank == 1) std::swap(parts[0], parts[1]);
+    EXPECT_THAT(SaveCheckpoint(*MakeModel(), folder_, options),
+                StatusIs(kUnfit, AllOf(HasSubstr("q [2, 3] from row 2"),
+                                       HasSubstr("only on rank 1"))));
   });
   EXPECT_THAT(Entries(parent_), IsEmpty());
 }
