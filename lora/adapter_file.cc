@@ -21,6 +21,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/types/span.h"
 #include "c10/core/GradMode.h"
+#include "config/internal/message_text.h"
 #include "config/internal/status_macros.h"
 #include "distributed/checkpoint/internal/gather_rows.h"
 #include "distributed/checkpoint/internal/model_state.h"
@@ -168,6 +169,10 @@ absl::StatusOr<Adapters> CollectAdapters(
   Adapters adapters;
   for (const auto& [name, layer] : LoraLayers(model)) {
     if (!layer->HasAdapter(adapter_name)) continue;
+    if (purpose == Purpose::kLoad && layer->is_merged()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          name, " is merged: call UnmergeAdapters first, and load then"));
+    }
     LoraAdapter adapter = layer->adapter(adapter_name);
     const LoraAdapter initial = layer->InitialFactors(adapter_name);
     std::vector<ModelTensor> tensors;
@@ -304,7 +309,8 @@ absl::Status WriteTensors(const Adapters& adapters,
     views.push_back(
         {key, *dtype, tensors[i].sizes().vec(), tensors[i].const_data_ptr()});
   }
-  return distributed::WriteSafetensors(path, views, {{"format", "pt"}});
+  return distributed::internal::FileStatus(
+      distributed::WriteSafetensors(path, views, {{"format", "pt"}}));
 }
 
 absl::StatusOr<internal::AdapterConfig> ReadConfig(const std::string& path,
@@ -376,7 +382,8 @@ absl::Status CheckTensors(const distributed::SafetensorsFile& file,
   }
   for (const distributed::TensorInfo& info : file.tensors()) {
     if (expected.count(info.name) == 0) {
-      problems.push_back(absl::StrCat("unexpected: ", info.name));
+      problems.push_back(
+          absl::StrCat("unexpected: ", config::Printable(info.name)));
     }
   }
   if (problems.empty()) return absl::OkStatus();

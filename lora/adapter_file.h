@@ -73,6 +73,9 @@ struct SaveAdapterOptions {
 //                        weight
 //   kUnavailable, kResourceExhausted, kDeadlineExceeded
 //                        the folder cannot be written; a peer is lost
+// If a peer is lost after the rename, before the ranks agree, or if the last
+// step fails, flushing the parent, the complete folder is in its place in spite
+// of the error.
 absl::Status SaveAdapter(const torch::nn::Module& model,
                          const std::string& folder,
                          const SaveAdapterOptions& options = {});
@@ -99,7 +102,8 @@ struct LoadAdapterOptions {
 //   kFailedPrecondition  the LoRA rank or alpha of a layer or the kind of
 //                        adapter differ from the model's, the model has no
 //                        adapter, or one that starts from the base weights, or
-//                        a factor is expanded or was made in inference mode
+//                        a layer of it is merged (UnmergeAdapters first), or a
+//                        factor is expanded or was made in inference mode
 absl::Status LoadAdapter(torch::nn::Module& model, const std::string& folder,
                          const LoadAdapterOptions& options = {});
 

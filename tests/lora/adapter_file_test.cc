@@ -3,6 +3,7 @@
 
 #include <sys/stat.h>
 
+#include <csignal>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -22,7 +23,9 @@
 #include "gtest/gtest.h"
 #include "lora/layer_replacement.h"
 #include "lora/linear.h"
+#include "lora/merge.h"
 #include "nlohmann/json.hpp"
+#include "tests/testutil/file_size_limit.h"
 #include "tests/testutil/status_matchers.h"
 #include "torch/nn/module.h"
 
@@ -33,10 +36,15 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::UnorderedElementsAre;
+using ::trainer_lora::testutil::DieAtFileSize;
+using ::trainer_lora::testutil::FileSizeLimit;
 using ::trainer_lora::testutil::IsOk;
 using ::trainer_lora::testutil::StatusIs;
 
 namespace fs = std::filesystem;
+
+// Less than the tensors of AdaptedModel() take in a file, with its header.
+constexpr int kCutBytes = 500;
 
 struct Model : torch::nn::Module {
   Model() {
@@ -232,7 +240,8 @@ TEST_F(AdapterFileTest, NeverWritesOverWhatIsThere) {
   fs::create_directories(Path("empty"));
   std::ofstream(Path("file")) << "text";
   ASSERT_THAT(SaveAdapter(*AdaptedModel(), Path("adapter")), IsOk());
-  for (const char* taken : {"empty", "file", "adapter", "adapter/"}) {
+  for (const char* taken :
+       {"empty", "file", "adapter", "adapter/", "adapter//"}) {
     EXPECT_THAT(SaveAdapter(*AdaptedModel(), Path(taken)),
                 StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr("exists")))
         << taken;
@@ -254,6 +263,35 @@ TEST_F(AdapterFileTest, AFailedSaveLeavesNothingBehind) {
       StatusIs(absl::StatusCode::kFailedPrecondition,
                HasSubstr("to_q.lora_A.weight is of type ComplexDouble")));
   EXPECT_TRUE(FilesBeside(".").empty());
+}
+
+TEST_F(AdapterFileTest, AWriteThatFailsIsUnavailable) {
+  const auto model = AdaptedModel();
+  absl::Status status;
+  {
+    const FileSizeLimit disk_full(kCutBytes);
+    status = SaveAdapter(*model, Path("adapter"));
+  }
+  EXPECT_THAT(status,
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("writing")));
+  EXPECT_TRUE(FilesBeside(".").empty());
+}
+
+// The child repeats the test up to the save that kills it.
+TEST_F(AdapterFileTest, AKilledSaveLeavesAFolderBesideTheTargetAlone) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto model = AdaptedModel();
+  EXPECT_EXIT(
+      {
+        DieAtFileSize(kCutBytes);
+        SaveAdapter(*model, Path("adapter")).IgnoreError();
+      },
+      ::testing::KilledBySignal(SIGXFSZ), "");
+  EXPECT_THAT(FilesBeside("."), ElementsAre(HasSubstr("adapter.tmp-")));
+  ASSERT_THAT(SaveAdapter(*model, Path("adapter")), IsOk());
+  const auto loaded = AdaptedModel();
+  ASSERT_THAT(LoadAdapter(*loaded, Path("adapter")), IsOk());
+  ExpectEqual(AdapterValues(*loaded), AdapterValues(*model));
 }
 
 TEST_F(AdapterFileTest, RefusesToWriteTextThatIsNotUtf8) {
@@ -360,6 +398,40 @@ TEST_F(AdapterFileTest, LoadingTensorsThatDoNotFitNamesThemAll) {
                 HasSubstr("of shape [7, 3] instead of [7, 2]: "
                           "base_model.model.to_q.lora_B.weight"))));
   ExpectEqual(AdapterValues(*model), before);
+}
+
+// The format allows it.
+TEST_F(AdapterFileTest, AFileWithoutTensorsLacksThemAll) {
+  ASSERT_THAT(SaveAdapter(*AdaptedModel(), Path("adapter")), IsOk());
+  ASSERT_THAT(distributed::WriteSafetensors(
+                  Path("adapter/adapter_model.safetensors"), {}, {}),
+              IsOk());
+  const auto model = AdaptedModel();
+  const auto before = AdapterValues(*model);
+  EXPECT_THAT(
+      LoadAdapter(*model, Path("adapter")),
+      StatusIs(
+          absl::StatusCode::kInvalidArgument,
+          AllOf(HasSubstr("missing: base_model.model.to_q.lora_A.weight"),
+                HasSubstr("missing: base_model.model.to_v.lora_B.weight"))));
+  ExpectEqual(AdapterValues(*model), before);
+}
+
+// Its weight has the adapter in it: another one would have no effect.
+TEST_F(AdapterFileTest, RefusesToLoadIntoAMergedLayer) {
+  const auto saved = AdaptedModel();
+  ASSERT_THAT(SaveAdapter(*saved, Path("adapter")), IsOk());
+  const auto model = AdaptedModel();
+  const auto before = AdapterValues(*model);
+  ASSERT_THAT(MergeAdapters(*model), IsOk());
+  EXPECT_THAT(
+      LoadAdapter(*model, Path("adapter")),
+      StatusIs(absl::StatusCode::kFailedPrecondition,
+               HasSubstr("to_q is merged: call UnmergeAdapters first")));
+  ExpectEqual(AdapterValues(*model), before);
+  ASSERT_THAT(UnmergeAdapters(*model), IsOk());
+  ASSERT_THAT(LoadAdapter(*model, Path("adapter")), IsOk());
+  ExpectEqual(AdapterValues(*model), AdapterValues(*saved));
 }
 
 // The last parameter of the file, so that others would be loaded before it.
