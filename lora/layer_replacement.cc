@@ -49,18 +49,18 @@ absl::Status CheckCanTrain(const Trained& trained,
       if (found == trained.end()) continue;
       std::string problem;
       if (!parameter.is_floating_point() && !parameter.is_complex()) {
-        problem = absl::StrCat("is of type ",
-                               c10::toString(parameter.scalar_type()));
+        problem =
+            absl::StrCat("is of type ", c10::toString(parameter.scalar_type()));
       } else if (parameter.is_inference() &&
                  !c10::InferenceMode::is_enabled()) {
         problem = "was made in inference mode";
       } else {
         continue;
       }
-      status.Update(absl::FailedPreconditionError(absl::StrCat(
-          found->second, " can't be trained, as it ", problem,
-          ": replace it, or leave it out by lora.bias or "
-          "lora.exclude_modules")));
+      status.Update(absl::FailedPreconditionError(
+          absl::StrCat(found->second, " can't be trained, as it ", problem,
+                       ": replace it, or leave it out by lora.bias or "
+                       "lora.exclude_modules")));
     }
   });
   return status;

@@ -77,8 +77,8 @@ struct AdapterDescription {
   std::string task_type = {};
 };
 
-// The bytes that a layer's name may have in a file: as a pattern, with each byte
-// escaped, Parse() still takes it.
+// The bytes that a layer's name may have in a file: as a pattern, with each
+// byte escaped, Parse() still takes it.
 inline constexpr size_t kMaxLayerNameSize = 2'000;
 
 // The text of a file for which Parse() and PEFT find the rank and alpha of each

@@ -412,9 +412,9 @@ TEST(AdaptedModelTest, AResumedRoleDoesNotDisturbTheOther) {
       if (step == kLoadStudent) {
         ASSERT_THAT(LoadAdapter(student, folder.Path("student")), IsOk());
       } else {
-        ASSERT_THAT(FinalizeLoraTraining(step == kFinalizeStudent ? student
-                                                                  : critic),
-                    IsOk());
+        ASSERT_THAT(
+            FinalizeLoraTraining(step == kFinalizeStudent ? student : critic),
+            IsOk());
       }
     }
     EXPECT_TRUE(AreEqual(AdapterValues(student), saved));

@@ -499,10 +499,12 @@ TEST(BaseInitializationTest, AWeightThatCantBeWrittenLeavesTheModelAsItWas) {
   config::LoraConfig config = Config();
   config.target_modules = {{"all-linear"}};
   for (auto [layer, problem] :
-       {std::pair(expanded, "bad: its weight can't be changed, as it has "
-                            "several elements in one place"),
-        std::pair(inference, "bad: its weight can't be changed, as it was made "
-                             "in inference mode")}) {
+       {std::pair(expanded,
+                  "bad: its weight can't be changed, as it has "
+                  "several elements in one place"),
+        std::pair(inference,
+                  "bad: its weight can't be changed, as it was made "
+                  "in inference mode")}) {
     for (const AdapterInitialization kind :
          {AdapterInitialization::kPissa, AdapterInitialization::kOlora}) {
       torch::nn::Module model;
@@ -510,9 +512,9 @@ TEST(BaseInitializationTest, AWeightThatCantBeWrittenLeavesTheModelAsItWas) {
       model.register_module("bad", layer);
       const at::Tensor weight = good->weight().detach().clone();
       config.initialization = kind;
-      EXPECT_THAT(EnableLoraTraining(model, config),
-                  StatusIs(absl::StatusCode::kFailedPrecondition,
-                           HasSubstr(problem)));
+      EXPECT_THAT(
+          EnableLoraTraining(model, config),
+          StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr(problem)));
       EXPECT_FALSE(good->is_adapted());
       EXPECT_FALSE(layer->is_adapted());
       EXPECT_TRUE(at::equal(good->weight(), weight));
@@ -528,9 +530,8 @@ TEST(BaseInitializationTest, AWeightThatCantBeWrittenLeavesTheModelAsItWas) {
     Randomize(adapter->lora_B);
     ASSERT_THAT(layer->AdoptAdapter(*adapter), IsOk());
     const at::Tensor weight = layer->weight().clone();
-    EXPECT_THAT(layer->Merge(),
-                StatusIs(absl::StatusCode::kFailedPrecondition,
-                         HasSubstr(problem)));
+    EXPECT_THAT(layer->Merge(), StatusIs(absl::StatusCode::kFailedPrecondition,
+                                         HasSubstr(problem)));
     EXPECT_FALSE(layer->is_merged());
     EXPECT_TRUE(at::equal(layer->weight(), weight));
   }

@@ -637,10 +637,12 @@ at::Tensor InferenceBias() {
 
 TEST(EnableLoraTrainingTest, ABiasThatCantBeTrainedLeavesTheModelAsItWas) {
   for (const auto& [bias, problem] :
-       {std::pair(IntegerBias(), "last_to_q.bias can't be trained, as it is of "
-                                 "type Int"),
-        std::pair(InferenceBias(), "last_to_q.bias can't be trained, as it was "
-                                   "made in inference mode")}) {
+       {std::pair(IntegerBias(),
+                  "last_to_q.bias can't be trained, as it is of "
+                  "type Int"),
+        std::pair(InferenceBias(),
+                  "last_to_q.bias can't be trained, as it was "
+                  "made in inference mode")}) {
     for (const auto& [training, fails] :
          {std::pair(config::BiasTraining::kNone, false),
           std::pair(config::BiasTraining::kLoraOnly, true),
@@ -846,9 +848,9 @@ TEST(FinalizeLoraTrainingTest, AParameterThatCantBeTrainedIsAnErrorBefore) {
     const Snapshot before(model);
     const std::string message =
         absl::StrCat(name, " can't be trained, as it is of type Int");
-    EXPECT_THAT(FinalizeLoraTraining(model),
-                StatusIs(absl::StatusCode::kFailedPrecondition,
-                         HasSubstr(message)));
+    EXPECT_THAT(
+        FinalizeLoraTraining(model),
+        StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr(message)));
     EXPECT_TRUE(before == Snapshot(model));
   }
 }

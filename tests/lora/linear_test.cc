@@ -433,9 +433,9 @@ TEST(LoraLayerTest, AnAdapterThatCantBeAdoptedLeavesTheLayerAsItWas) {
   }
   for (const auto& [adapter, message] : bad) {
     for (const char* name : {kDefaultAdapter, "style"}) {
-      EXPECT_THAT(layer->AdoptAdapter(adapter, name),
-                  StatusIs(absl::StatusCode::kInvalidArgument,
-                           HasSubstr(message)));
+      EXPECT_THAT(
+          layer->AdoptAdapter(adapter, name),
+          StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(message)));
       EXPECT_FALSE(layer->is_adapted());
       EXPECT_THAT(Keys(layer->named_parameters()),
                   ElementsAre("weight", "bias"));

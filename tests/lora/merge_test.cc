@@ -213,10 +213,9 @@ TEST(MergeTest, TiedWeightsAreNotChangedBehindALayerWithoutAdapter) {
   // LoRA leaves the weight alone, until it is merged.
   TiedModelImpl tied;
   tied.Tie();
-  ASSERT_THAT(
-      EnableLoraTraining(tied,
-                         HeadConfig(config::AdapterInitialization::kDefault)),
-      IsOk());
+  ASSERT_THAT(EnableLoraTraining(
+                  tied, HeadConfig(config::AdapterInitialization::kDefault)),
+              IsOk());
   tied.lm_head->lora_B().detach().fill_(1);
   const at::Tensor before = tied.tokens->weight.detach().clone();
   EXPECT_THAT(MergeAdapters(tied), refused);
@@ -234,8 +233,8 @@ TEST(MergeTest, PartsOfOneStorageAreSharedWithWhatCoversThemAlone) {
     if (is_parameter) {
       model.register_parameter("flat", state.narrow(0, 2, 2), false);
     }
-    return EnableLoraTraining(
-               model, HeadConfig(config::AdapterInitialization::kPissa))
+    return EnableLoraTraining(model,
+                              HeadConfig(config::AdapterInitialization::kPissa))
         .status();
   };
   const at::Tensor rows = at::randn({14, 5});
@@ -249,10 +248,9 @@ TEST(MergeTest, PartsOfOneStorageAreSharedWithWhatCoversThemAlone) {
   TiedModelImpl model;
   model.lm_head->weight().set_data(columns.narrow(1, 0, 5));
   model.register_buffer("others", columns.narrow(1, 5, 5));
-  ASSERT_THAT(
-      EnableLoraTraining(model,
-                         HeadConfig(config::AdapterInitialization::kPissa)),
-      IsOk());
+  ASSERT_THAT(EnableLoraTraining(
+                  model, HeadConfig(config::AdapterInitialization::kPissa)),
+              IsOk());
 }
 
 }  // namespace
