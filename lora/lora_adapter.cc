@@ -182,8 +182,9 @@ class LoraLayer::StateModule : public torch::nn::Module {
     auto base_layer = std::make_shared<StateModule>("BaseLayer");
     base_layer->train(layer.is_training());  // Not of the children below.
     for (const auto& item : layer.named_parameters(/*recurse=*/false)) {
-      base_layer->register_parameter(item.key(), item.value(),
-                                     item.value().requires_grad());
+      // register_parameter() would set whether it requires grad, which it has,
+      // and a parameter that was made in inference mode refuses.
+      base_layer->parameters_.insert(item.key(), item.value());
     }
     for (const auto& item : layer.named_buffers(/*recurse=*/false)) {
       base_layer->register_buffer(item.key(), item.value());
