@@ -87,7 +87,7 @@ struct Run {
 };
 
 // Of the folder that is to be made, an error that would otherwise come after
-// the training. Only the rank that writes it needs to reach its parent.
+// the training, on the rank that writes it: no other needs to see it.
 absl::StatusOr<std::string> OutputPath(const std::string& flag, bool writes) {
   constexpr char kWayOut[] = "choose another folder with --output";
   const auto refuse = [&](int error, const std::string& path) {
@@ -98,6 +98,7 @@ absl::StatusOr<std::string> OutputPath(const std::string& flag, bool writes) {
   fs::path path = fs::absolute(UserPath(flag), error).lexically_normal();
   if (error) return refuse(error.value(), flag);
   if (!path.has_filename()) path = path.parent_path();  // It ends with a slash.
+  if (!writes) return path.string();
   const fs::file_status status = fs::symlink_status(path, error);
   if (fs::exists(status)) {
     return absl::AlreadyExistsError(
@@ -107,11 +108,11 @@ absl::StatusOr<std::string> OutputPath(const std::string& flag, bool writes) {
     return refuse(error.value(), path.string());
   }
   const std::string parent = path.parent_path().string();
-  if (writes && !fs::is_directory(parent, error)) {
+  if (!fs::is_directory(parent, error)) {
     return absl::NotFoundError(
         absl::StrCat(parent, " is not a folder: create it, or ", kWayOut));
   }
-  if (writes && access(parent.c_str(), W_OK | X_OK) != 0) {
+  if (access(parent.c_str(), W_OK | X_OK) != 0) {
     return refuse(errno, parent);
   }
   return path.string();
