@@ -27,6 +27,7 @@
 #include "config/internal/status_macros.h"
 #include "distributed/checkpoint/internal/open_folder.h"
 #include "distributed/checkpoint/internal/safetensors_header.h"
+#include "distributed/checkpoint/internal/write_error.h"
 #include "distributed/checkpoint/safetensors_file.h"
 #include "nlohmann/json.hpp"
 
@@ -128,7 +129,7 @@ absl::StatusOr<Preamble> Prepare(
 }
 
 absl::Status FileError(absl::string_view action, const std::string& path) {
-  return absl::ErrnoToStatus(errno, absl::StrCat(action, " ", path));
+  return internal::WriteError(absl::StrCat(action, " ", path));
 }
 
 absl::StatusOr<absl::string_view> Bytes(const TensorView& tensor) {

@@ -54,8 +54,9 @@ class SafetensorsWriter {
  public:
   // Begins the file for `path`, with its header. kInvalidArgument if two
   // tensors have one name, if a shape is negative, too large or ends inside a
-  // byte, or if a name or an entry of `metadata` is not UTF-8; else what the
-  // file system says.
+  // byte, or if a name or an entry of `metadata` is not UTF-8. This and the
+  // other calls: kResourceExhausted if the disk, a quota or a limit of the
+  // process is full, kUnavailable for all else that the file system says.
   static absl::StatusOr<SafetensorsWriter> Create(
       const std::string& path, std::vector<TensorSpec> tensors,
       const std::map<std::string, std::string>& metadata);

@@ -44,7 +44,6 @@ namespace trainer_lora::distributed {
 namespace {
 
 using internal::DescribeTensor;
-using internal::FileStatus;
 using internal::ModelTensor;
 using internal::RowGathering;
 
@@ -314,11 +313,9 @@ class Saver {
     std::optional<SafetensorsWriter> writer;
     LORA_RETURN_IF_ERROR(Agree([&]() -> absl::Status {
       if (!IsWriter()) return absl::OkStatus();
-      absl::StatusOr<SafetensorsWriter> created =
-          SafetensorsWriter::Create(new_folder_->PathOf(FileName(index)),
-                                    SpecsOf(index), options_.metadata);
-      if (!created.ok()) return FileStatus(created.status());
-      writer.emplace(*std::move(created));
+      LORA_ASSIGN_OR_RETURN(writer, SafetensorsWriter::Create(
+                                        new_folder_->PathOf(FileName(index)),
+                                        SpecsOf(index), options_.metadata));
       return absl::OkStatus();
     }));
     for (const Entry& entry : files_[index]) {
@@ -337,13 +334,12 @@ class Saver {
         if (!IsWriter()) return absl::OkStatus();
         LORA_ASSIGN_OR_RETURN(const at::Tensor value,
                               ValueOf(entry, std::move(tensors)));
-        return FileStatus(writer->Append(absl::string_view(
-            static_cast<const char*>(value.const_data_ptr()), value.nbytes())));
+        return writer->Append(absl::string_view(
+            static_cast<const char*>(value.const_data_ptr()), value.nbytes()));
       }));
     }
-    return Agree([&] {
-      return IsWriter() ? FileStatus(writer->Finish()) : absl::OkStatus();
-    });
+    return Agree(
+        [&] { return IsWriter() ? writer->Finish() : absl::OkStatus(); });
   }
 
   // What the values of `entry` take: its rows or, for a transform, all of the

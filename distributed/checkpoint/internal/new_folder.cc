@@ -21,19 +21,12 @@
 #include "absl/strings/strip.h"
 #include "config/internal/status_macros.h"
 #include "distributed/checkpoint/internal/open_folder.h"
+#include "distributed/checkpoint/internal/write_error.h"
 
 namespace trainer_lora::distributed::internal {
 namespace {
 
 namespace fs = std::filesystem;
-
-absl::Status ErrnoStatus(const std::string& what) {
-  const std::error_code error(errno, std::generic_category());
-  const std::string message = absl::StrCat(what, ": ", error.message());
-  return error.value() == ENOSPC || error.value() == EDQUOT
-             ? absl::ResourceExhaustedError(message)
-             : absl::UnavailableError(message);
-}
 
 absl::Status ExistsError(const std::string& target) {
   return absl::AlreadyExistsError(
@@ -53,14 +46,6 @@ bool RenameToNew(const std::string& from, const std::string& to) {
 
 }  // namespace
 
-absl::Status FileStatus(const absl::Status& status) {
-  if (status.ok() || absl::IsResourceExhausted(status) ||
-      absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status)) {
-    return status;
-  }
-  return absl::UnavailableError(status.message());
-}
-
 absl::StatusOr<NewFolder> NewFolder::Create(const std::string& target) {
   absl::string_view rest = target;
   while (absl::ConsumeSuffix(&rest, "/")) {
@@ -79,7 +64,7 @@ absl::StatusOr<NewFolder> NewFolder::Create(const std::string& target) {
     }
     if (errno != EEXIST) break;
   }
-  return ErrnoStatus(absl::StrCat("cannot make a folder beside ", target));
+  return WriteError(absl::StrCat("cannot make a folder beside ", target));
 }
 
 NewFolder::~NewFolder() {
@@ -93,7 +78,7 @@ std::string NewFolder::PathOf(absl::string_view file) const {
 
 absl::Status NewFolder::CheckSpace(uint64_t bytes) const {
   struct statvfs space;
-  if (statvfs(path_.c_str(), &space) != 0) return ErrnoStatus(path_);
+  if (statvfs(path_.c_str(), &space) != 0) return WriteError(path_);
   const uint64_t available = uint64_t{space.f_bavail} * space.f_frsize;
   if (bytes <= available) return absl::OkStatus();
   return absl::ResourceExhaustedError(
@@ -105,28 +90,28 @@ absl::Status NewFolder::WriteText(absl::string_view file,
                                   const std::string& text) const {
   const std::string path = PathOf(file);
   std::FILE* stream = std::fopen(path.c_str(), "we");
-  if (stream == nullptr) return ErrnoStatus(path);
+  if (stream == nullptr) return WriteError(path);
   const bool written =
       std::fwrite(text.data(), 1, text.size(), stream) == text.size() &&
       std::fflush(stream) == 0 && fsync(fileno(stream)) == 0;
-  const absl::Status status = written ? absl::OkStatus() : ErrnoStatus(path);
-  if (std::fclose(stream) != 0 && status.ok()) return ErrnoStatus(path);
+  const absl::Status status = written ? absl::OkStatus() : WriteError(path);
+  if (std::fclose(stream) != 0 && status.ok()) return WriteError(path);
   return status;
 }
 
 absl::Status NewFolder::MoveIntoPlace() {
   const OpenFolder folder(path_);
-  if (!folder.is_open() || !folder.Flush()) return ErrnoStatus(path_);
+  if (!folder.is_open() || !folder.Flush()) return WriteError(path_);
   std::string parent_path = fs::path(target_).parent_path().string();
   if (parent_path.empty()) parent_path = ".";
   const OpenFolder parent(parent_path);
-  if (!parent.is_open()) return ErrnoStatus(parent_path);
+  if (!parent.is_open()) return WriteError(parent_path);
   if (!RenameToNew(path_, target_)) {
     if (errno == EEXIST || errno == ENOTEMPTY) return ExistsError(target_);
-    return ErrnoStatus(absl::StrCat("cannot rename ", path_, " to ", target_));
+    return WriteError(absl::StrCat("cannot rename ", path_, " to ", target_));
   }
   path_.clear();
-  return parent.Flush() ? absl::OkStatus() : ErrnoStatus(parent_path);
+  return parent.Flush() ? absl::OkStatus() : WriteError(parent_path);
 }
 
 }  // namespace trainer_lora::distributed::internal

@@ -12,12 +12,6 @@
 
 namespace trainer_lora::distributed::internal {
 
-// The status of a writer of files, with a code that those who fill a folder
-// promise: kUnavailable where the file system's error has another than
-// kResourceExhausted. kInvalidArgument and kFailedPrecondition, which tell of
-// the tensors, stay.
-absl::Status FileStatus(const absl::Status& status);
-
 // A folder that is written aside, and removed again unless it was renamed into
 // its place.
 class NewFolder {

@@ -264,8 +264,9 @@ TEST_F(SafetensorsWriterTest, RemovesItsFileWhenTheDiskIsFull) {
     rlimit limit = before;
     limit.rlim_cur = 20'000;
     setrlimit(RLIMIT_FSIZE, &limit);
-    EXPECT_THAT(writer.Append(std::string(50'000, 'x')),
-                StatusIs(absl::StatusCode::kOutOfRange, HasSubstr("writing")));
+    EXPECT_THAT(
+        writer.Append(std::string(50'000, 'x')),
+        StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("writing")));
     setrlimit(RLIMIT_FSIZE, &before);
     std::signal(SIGXFSZ, handler);
   }
