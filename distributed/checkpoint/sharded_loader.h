@@ -146,11 +146,11 @@ struct LoadCheckpointReport {
 // anything then, as the message says; kInternal, too, if a callback threw.
 //
 // Beyond the parameters themselves a load takes a few MiB a thread, and room
-// for a parameter that the initializer makes. With read_once_dims it takes at
-// most 2 MiB for each rank of the group, of 16 of them at most, and keeps the
-// plans of all its ranks: some 150 bytes for each tensor of each. Must not run
-// while a MetaDeviceGuard lives in this thread, or while another thread uses
-// the model.
+// for a parameter that the initializer makes. With read_once_dims it takes
+// 2 MiB for each rank of the group, of 16 of them at most (more where ranks
+// share parts of a fused tensor), and keeps the plans of all its ranks: some
+// 150 bytes for each tensor of each. Must not run while a MetaDeviceGuard lives
+// in this thread, or while another thread uses the model.
 absl::StatusOr<LoadCheckpointReport> LoadCheckpoint(
     torch::nn::Module& model, const std::string& path,
     const LoadCheckpointOptions& options);

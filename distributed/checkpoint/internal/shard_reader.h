@@ -40,9 +40,10 @@ absl::Status ReadShards(const SafetensorsCheckpoint& checkpoint,
 // same on all of them; this rank's go to `destinations`. Every byte that
 // somebody wants is read by one of those who want it, and sent to the others.
 // An error on one rank ends the reading on all, with kAborted on the others.
-// Memory: at most 2 MiB for each rank of the group, of 16 of them at most. It
-// is taken before a rank counts on another, so that one that has none left is
-// such an error. Returns the bytes that this rank read.
+// Memory: 1 MiB for each rank of the group, of 16 of them at most, and as much
+// to pack what ranks want of it in pieces: more if these overlap. It is taken
+// before a rank counts on another, so that one that has none left is such an
+// error. Returns the bytes that this rank read.
 absl::StatusOr<int64_t> ReadShardsOnce(
     const SafetensorsCheckpoint& checkpoint,
     const std::vector<std::vector<PlannedCopy>>& copies,

@@ -76,6 +76,30 @@ bool AreEqualInSource(const std::vector<Piece>& a,
                     });
 }
 
+// A message of the block's reader, and the ranks that get it.
+struct Message {
+  const std::vector<Piece>* pieces;
+  std::vector<int64_t> ranks;
+};
+
+// One for all ranks that want the same.
+std::vector<Message> MessagesOf(const Block& block) {
+  std::vector<Message> messages;
+  for (size_t rank = 0; rank < block.pieces.size(); ++rank) {
+    const std::vector<Piece>& pieces = block.pieces[rank];
+    if (static_cast<int64_t>(rank) == block.reader || pieces.empty()) continue;
+    const auto same = std::find_if(
+        messages.begin(), messages.end(),
+        [&](const Message& m) { return AreEqualInSource(*m.pieces, pieces); });
+    if (same == messages.end()) {
+      messages.push_back({&pieces, {static_cast<int64_t>(rank)}});
+    } else {
+      same->ranks.push_back(rank);
+    }
+  }
+  return messages;
+}
+
 int64_t Elements(const std::vector<Piece>& pieces) {
   int64_t count = 0;
   for (const Piece& piece : pieces) count += piece.count;
@@ -188,6 +212,7 @@ class SharedReader {
                c10d::ProcessGroup& group, const std::string& group_name,
                const BytesCallback& on_bytes)
       : checkpoint_(checkpoint),
+        copies_(copies),
         destinations_(destinations),
         group_(group),
         group_name_(group_name),
@@ -205,7 +230,7 @@ class SharedReader {
     // that is large before.
     Guard([&] {
       contents_ = at::empty({round_size, kBlockBytes}, at::kByte);
-      packed_ = at::empty({round_size, kBlockBytes}, at::kByte);
+      packed_ = at::empty({round_size, LargestPacking()}, at::kByte);
       return absl::OkStatus();
     });
     LORA_RETURN_IF_ERROR(AgreeToGoOn());
@@ -215,7 +240,7 @@ class SharedReader {
     while (!is_last) {
       round.clear();
       Block block;
-      while (round.size() < round_size) {
+      while (static_cast<int64_t>(round.size()) < round_size) {
         if (!blocks_.Next(block)) {
           is_last = true;
           break;
@@ -240,26 +265,29 @@ class SharedReader {
     }
 
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    std::vector<std::vector<at::Tensor>> messages;  // Alive until all are sent.
+    std::vector<std::vector<at::Tensor>> buffers;  // Alive until all are sent.
     LORA_RETURN_IF_ERROR(CallCollective(context_, [&] {
       for (size_t i = 0; i < round.size(); ++i) {
         const Block& block = round[i];
         if (block.reader == rank || block.pieces[rank].empty()) continue;
-        messages.push_back({contents_.select(0, i).narrow(
+        buffers.push_back({contents_.select(0, i).narrow(
             0, 0, BytesOf(block, block.pieces[rank]))});
         works.push_back(StartCollective(group_, [&] {
-          return group_.recv(messages.back(), block.reader, i);
+          return group_.recv(buffers.back(), block.reader, i);
         }));
       }
       for (size_t i = 0; i < round.size(); ++i) {
         const Block& block = round[i];
         if (block.reader != rank) continue;
-        const std::vector<at::Tensor> to_peers = MessagesOf(block, i);
-        for (size_t peer = 0; peer < to_peers.size(); ++peer) {
-          if (!to_peers[peer].defined()) continue;
-          messages.push_back({to_peers[peer]});
-          works.push_back(StartCollective(
-              group_, [&] { return group_.send(messages.back(), peer, i); }));
+        int64_t packed_bytes = 0;
+        for (const Message& message : MessagesOf(block)) {
+          std::vector<at::Tensor> payload = {
+              PayloadOf(block, i, *message.pieces, packed_bytes)};
+          for (const int64_t peer : message.ranks) {
+            works.push_back(StartCollective(
+                group_, [&] { return group_.send(payload, peer, i); }));
+          }
+          buffers.push_back(std::move(payload));
         }
       }
       for (const auto& work : works) work->wait();
@@ -310,41 +338,41 @@ class SharedReader {
     return absl::OkStatus();
   }
 
-  // What this rank sends of block `index` of a round, an entry a peer;
-  // undefined for one that wants nothing. What lies together is sent from where
-  // it is, and what is packed is packed once for all peers that want the same.
-  std::vector<at::Tensor> MessagesOf(const Block& block, size_t index) const {
-    std::vector<at::Tensor> messages(block.pieces.size());
-    int64_t packed_bytes = 0;
-    for (size_t peer = 0; peer < messages.size(); ++peer) {
-      const std::vector<Piece>& pieces = block.pieces[peer];
-      if (static_cast<int64_t>(peer) == group_.getRank() || pieces.empty()) {
-        continue;
-      }
-      const int64_t bytes = BytesOf(block, pieces);
-      if (LieTogether(pieces)) {
-        messages[peer] = contents_.select(0, index).narrow(
-            0, OffsetOf(block, pieces.front()), bytes);
-        continue;
-      }
-      for (size_t other = 0; other < peer; ++other) {
-        if (!messages[other].defined() ||
-            !AreEqualInSource(block.pieces[other], pieces)) {
-          continue;
+  // The most bytes that this rank packs of a block. Ranks that share a part of
+  // what they want, as fused projections with replicated heads do, take more
+  // together than the block has.
+  int64_t LargestPacking() const {
+    int64_t largest = 0;
+    BlockQueue blocks(checkpoint_, copies_);
+    Block block;
+    while (blocks.Next(block)) {
+      if (block.reader != group_.getRank()) continue;
+      int64_t bytes = 0;
+      for (const Message& message : MessagesOf(block)) {
+        if (!LieTogether(*message.pieces)) {
+          bytes += BytesOf(block, *message.pieces);
         }
-        messages[peer] = messages[other];
-        break;
       }
-      if (messages[peer].defined()) continue;
-      // Slices of ranks are equal or apart; there is always room for these.
-      messages[peer] =
-          packed_bytes + bytes <= kBlockBytes
-              ? packed_.select(0, index).narrow(0, packed_bytes, bytes)
-              : at::empty({bytes}, at::kByte);
-      packed_bytes += bytes;
-      Pack(block, pieces, ContentsOf(index), messages[peer]);
+      largest = std::max(largest, bytes);
     }
-    return messages;
+    return largest;
+  }
+
+  // What message `pieces` of block `index` of a round sends. Of what is packed,
+  // `packed_bytes` are there before it, and are counted on.
+  at::Tensor PayloadOf(const Block& block, size_t index,
+                       const std::vector<Piece>& pieces,
+                       int64_t& packed_bytes) const {
+    const int64_t bytes = BytesOf(block, pieces);
+    if (LieTogether(pieces)) {
+      return contents_.select(0, index).narrow(
+          0, OffsetOf(block, pieces.front()), bytes);
+    }
+    const at::Tensor payload =
+        packed_.select(0, index).narrow(0, packed_bytes, bytes);
+    packed_bytes += bytes;
+    Pack(block, pieces, ContentsOf(index), payload);
+    return payload;
   }
 
   void Pack(const Block& block, const std::vector<Piece>& pieces,
@@ -383,6 +411,7 @@ class SharedReader {
   }
 
   const SafetensorsCheckpoint& checkpoint_;
+  const std::vector<std::vector<PlannedCopy>>& copies_;
   const absl::Span<const ShardDestination> destinations_;
   c10d::ProcessGroup& group_;
   const std::string group_name_;
@@ -391,7 +420,8 @@ class SharedReader {
   BlockQueue blocks_;
   // A row for each block of a round: what this rank has read or got of it.
   at::Tensor contents_;
-  at::Tensor packed_;  // And what it sends of it, where that had to be packed.
+  // And what it sends of it, where that does not lie together.
+  at::Tensor packed_;
   int64_t bytes_read_ = 0;
   absl::Status read_status_;  // The first error of this rank.
 };
