@@ -201,10 +201,10 @@ absl::StatusOr<int64_t> ReduceGradients(
 // Collective. Copies rank `root`'s values of the parameters that are replicated
 // over the whole mesh into those of every other rank, in place, whether they
 // require grad or not. One that is sharded over all dimensions is skipped, and
-// one over some of them kInvalidArgument, as is one that can't be written in
-// place, as it was made in inference mode or is expanded. After an error the
-// parameters are what they were: on CUDA this waits for the device. `root` is
-// in [0, mesh.size()), else kInvalidArgument.
+// one over some of them kInvalidArgument. One that can't be written in place,
+// as it was made in inference mode or is expanded, is kFailedPrecondition.
+// After an error the parameters are what they were: on CUDA this waits for the
+// device. `root` is in [0, mesh.size()), else kInvalidArgument.
 absl::Status BroadcastParameters(
     const DeviceMesh& mesh, absl::Span<const DistributedParameter> parameters,
     int root = 0);

@@ -144,15 +144,9 @@ absl::Status CheckParameter(const ModelTensor& parameter, bool is_split,
         "], and [", absl::StrJoin(parameter.LocalShape(), ", "),
         "] by its layout"));
   }
-  if (purpose == Purpose::kLoad) {
-    const char* const problem =
-        distributed::internal::WriteProblem(parameter.tensor);
-    if (problem != nullptr) {
-      return absl::FailedPreconditionError(
-          absl::StrCat(name, " can't be written: it ", problem));
-    }
-  }
-  return absl::OkStatus();
+  return purpose == Purpose::kLoad
+             ? distributed::internal::CheckCanWrite(name, parameter.tensor)
+             : absl::OkStatus();
 }
 
 absl::StatusOr<Adapters> CollectAdapters(
@@ -309,8 +303,7 @@ absl::Status WriteTensors(const Adapters& adapters,
     views.push_back(
         {key, *dtype, tensors[i].sizes().vec(), tensors[i].const_data_ptr()});
   }
-  return distributed::internal::FileStatus(
-      distributed::WriteSafetensors(path, views, {{"format", "pt"}}));
+  return distributed::WriteSafetensors(path, views, {{"format", "pt"}});
 }
 
 absl::StatusOr<internal::AdapterConfig> ReadConfig(const std::string& path,

@@ -48,7 +48,8 @@ absl::Status CheckCanTrain(const Trained& trained,
       const auto found = trained.find(parameter.unsafeGetTensorImpl());
       if (found == trained.end()) continue;
       std::string problem;
-      if (!parameter.is_floating_point() && !parameter.is_complex()) {
+      if ((!parameter.is_floating_point() && !parameter.is_complex()) ||
+          parameter.element_size() == 1) {  // A float8.
         problem =
             absl::StrCat("is of type ", c10::toString(parameter.scalar_type()));
       } else if (parameter.is_inference() &&
@@ -57,10 +58,12 @@ absl::Status CheckCanTrain(const Trained& trained,
       } else {
         continue;
       }
-      status.Update(absl::FailedPreconditionError(
-          absl::StrCat(found->second, " can't be trained, as it ", problem,
-                       ": replace it, or leave it out by lora.bias or "
-                       "lora.exclude_modules")));
+      status.Update(absl::FailedPreconditionError(absl::StrCat(
+          found->second, " can't be trained, as it ", problem, ": replace it",
+          absl::EndsWith(found->second, ".bias")
+              ? ", or leave it out by lora.bias or "
+                "lora.exclude_modules"
+              : "")));
     }
   });
   return status;

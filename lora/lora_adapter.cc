@@ -23,6 +23,8 @@
 namespace trainer_lora::lora {
 namespace {
 
+using ::trainer_lora::distributed::internal::CheckCanWrite;
+
 constexpr char kBaseLayer[] = "base_layer";
 constexpr char kAdapters[] = "adapters";
 constexpr char kMagnitude[] = "lora_magnitude";
@@ -111,17 +113,6 @@ absl::Status StatusOf(const c10::Error& error) {
   return distributed::internal::IsOutOfMemory(error)
              ? absl::ResourceExhaustedError(message)
              : absl::FailedPreconditionError(message);
-}
-
-// kFailedPrecondition if `tensor`, a state `state_name` of a layer, can't take
-// values in place.
-absl::Status CheckCanWrite(const at::Tensor& tensor, const char* state_name,
-                           const std::string& layer_name) {
-  const char* const problem = distributed::internal::WriteProblem(tensor);
-  if (problem == nullptr) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(
-      layer_name, ": its ", state_name, " can't be changed, as it ", problem,
-      ": give the layer a copy of it"));
 }
 
 // Whether the factors of an adapter can be of this type.
@@ -763,19 +754,24 @@ absl::StatusOr<LoraAdapter> LoraLayer::FactorsFromBase(
     const LoraAdapter& adapter) const {
   LoraAdapter factors;
   const LoraAdapterOptions& options = adapter.options;
-  if (!config::StartsFromBase(options.initialization)) return factors;
   const std::string layer_name =
       options.layer_name.empty() ? DisplayName() : options.layer_name;
+  const auto check_can_write = [&](const std::string& state,
+                                   const at::Tensor& tensor) {
+    return CheckCanWrite(absl::StrCat(layer_name, ".", state), tensor);
+  };
+  if (options.use_dora) {
+    LORA_RETURN_IF_ERROR(check_can_write(kMagnitude, adapter.lora_magnitude));
+  }
+  if (!config::StartsFromBase(options.initialization)) return factors;
   LORA_RETURN_IF_ERROR(WithBaseWeight(layer_name, [&]() -> absl::Status {
     const at::Tensor weight = WeightMatrix();
     CheckUsable(adapter, weight);
     if (HasStarted(adapter)) return absl::OkStatus();
-    LORA_RETURN_IF_ERROR(CheckCanWrite(state("weight"), "weight", layer_name));
     const FactorNames names = factor_names();
-    LORA_RETURN_IF_ERROR(
-        CheckCanWrite(adapter.lora_A, names.lora_A, layer_name));
-    LORA_RETURN_IF_ERROR(
-        CheckCanWrite(adapter.lora_B, names.lora_B, layer_name));
+    LORA_RETURN_IF_ERROR(check_can_write("weight", state("weight")));
+    LORA_RETURN_IF_ERROR(check_can_write(names.lora_A, adapter.lora_A));
+    LORA_RETURN_IF_ERROR(check_can_write(names.lora_B, adapter.lora_B));
     const at::Tensor wide = weight.to(at::toOpMathType(weight.scalar_type()));
     const auto [a, b] =
         options.initialization == config::AdapterInitialization::kPissa
@@ -818,8 +814,11 @@ absl::Status LoraLayer::InitializeFromBase(const LoraAdapter& factors) {
 }
 
 absl::StatusOr<LoraAdapter> LoraLayer::FactorsFromBase() const {
-  if (slots_.size() != 1) return LoraAdapter();
-  return FactorsFromBase(adapter(slots_[0].name));
+  LoraAdapter factors;
+  for (const Slot& slot : slots_) {
+    LORA_ASSIGN_OR_RETURN(factors, FactorsFromBase(adapter(slot.name)));
+  }
+  return factors;
 }
 
 absl::Status LoraLayer::InitializeFromBase() {
@@ -881,7 +880,8 @@ absl::Status LoraLayer::Merge(bool check_finite) {
           ": the sum of weight and adapter has values that are not finite"));
     }
     const at::Tensor weight = state("weight");
-    LORA_RETURN_IF_ERROR(CheckCanWrite(weight, "weight", DisplayName()));
+    LORA_RETURN_IF_ERROR(
+        CheckCanWrite(absl::StrCat(DisplayName(), ".weight"), weight));
     const at::Tensor merged_weight =
         CheckedForWeight(WeightFromMatrix(merged), weight, DisplayName());
     at::Tensor unmerged = weight.detach().clone();

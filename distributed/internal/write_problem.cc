@@ -1,7 +1,11 @@
 #include "distributed/internal/write_problem.h"
 
+#include <string>
+
 #include "ATen/MemoryOverlap.h"
 #include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "c10/core/InferenceMode.h"
 
 namespace trainer_lora::distributed::internal {
@@ -15,6 +19,13 @@ const char* WriteProblem(const at::Tensor& tensor) {
     return "has several elements in one place";
   }
   return nullptr;
+}
+
+absl::Status CheckCanWrite(const std::string& name, const at::Tensor& tensor) {
+  const char* const problem = WriteProblem(tensor);
+  if (problem == nullptr) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      name, " can't be written: it ", problem, ": put a copy in its place"));
 }
 
 }  // namespace trainer_lora::distributed::internal

@@ -500,11 +500,11 @@ TEST(BaseInitializationTest, AWeightThatCantBeWrittenLeavesTheModelAsItWas) {
   config.target_modules = {{"all-linear"}};
   for (auto [layer, problem] :
        {std::pair(expanded,
-                  "bad: its weight can't be changed, as it has "
-                  "several elements in one place"),
+                  "bad.weight can't be written: it has several "
+                  "elements in one place"),
         std::pair(inference,
-                  "bad: its weight can't be changed, as it was made "
-                  "in inference mode")}) {
+                  "bad.weight can't be written: it was made in "
+                  "inference mode")}) {
     for (const AdapterInitialization kind :
          {AdapterInitialization::kPissa, AdapterInitialization::kOlora}) {
       torch::nn::Module model;

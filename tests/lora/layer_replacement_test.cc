@@ -852,7 +852,28 @@ TEST(FinalizeLoraTrainingTest, AParameterThatCantBeTrainedIsAnErrorBefore) {
         FinalizeLoraTraining(model),
         StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr(message)));
     EXPECT_TRUE(before == Snapshot(model));
+    parameter.set_data(at::empty(parameter.sizes(), at::kFloat8_e4m3fn));
+    EXPECT_THAT(
+        FinalizeLoraTraining(model),
+        StatusIs(absl::StatusCode::kFailedPrecondition,
+                 HasSubstr("can't be trained, as it is of type Float8")));
   }
+}
+
+TEST(FinalizeLoraTrainingTest, AMagnitudeThatCantBeWrittenIsAnErrorBefore) {
+  config::LoraConfig config = Config();
+  config.use_dora = true;
+  Model model;
+  ASSERT_THAT(EnableLoraTraining(model, config, ForFsdp()), IsOk());
+  model.named_parameters()["blocks.1.attn.to_q.lora_magnitude"].set_data(
+      at::zeros({1}).expand({kWidth}));
+  const Snapshot before(model);
+  EXPECT_THAT(
+      FinalizeLoraTraining(model),
+      StatusIs(absl::StatusCode::kFailedPrecondition,
+               HasSubstr("blocks.1.attn.to_q.lora_magnitude can't be written: "
+                         "it has several elements in one place")));
+  EXPECT_TRUE(before == Snapshot(model));
 }
 
 TEST(FinalizeLoraTrainingTest, RefusesAModelWithoutAdapters) {
