@@ -432,10 +432,12 @@ class GradientSync::Impl {
 
   // Called when the gradient of an entry is accumulated.
   void OnAccumulated(size_t index);
-  // Brings the gradients of a bucket into its views, zeros where there is none,
-  // on the current stream.
-  absl::Status Collect(ReductionBucket& bucket);
-  absl::Status Collect(Entry& entry);
+  // Whether this rank can answer for the gradients of a bucket.
+  absl::Status Check(const ReductionBucket& bucket) const;
+  absl::Status Check(const Entry& entry) const;
+  // Brings a gradient that was checked into its view, zeros where there is
+  // none.
+  void Collect(Entry& entry);
   // Whether gradients are divided one by one as they come, which pays where
   // they are large, and not with the whole buffer.
   bool DividesOnArrival(const ReductionBucket& bucket) const {
@@ -445,10 +447,11 @@ class GradientSync::Impl {
            bucket.bucket().numel / static_cast<int64_t>(slices.size()) >=
                kLargeNumel;
   }
-  // Starts the next bucket, which has been collected. `healthy` as in Start().
+  // Collects the gradients of the next bucket on the current stream, and starts
+  // it. `healthy` as in Start().
   absl::Status StartNext(bool healthy);
-  // Collects and starts the buckets that are left, those of replicated parts
-  // last. `error` is what this rank can't answer for, also in them.
+  // Starts the buckets that are left, those of replicated parts last. `error`
+  // is what this rank can't answer for, also in them.
   absl::Status StartRest(absl::Status& error);
   absl::Status Start(ReductionBucket& bucket, bool healthy, bool is_divided);
   // Whether all ranks answered for their gradients; true on CUDA, where
@@ -697,7 +700,7 @@ void GradientSync::Impl::OnAccumulated(size_t index) {
   --missing_[entry.bucket];
   const at::NoGradGuard no_grad;
   // Autograd made a new gradient where there was none, as after an optimizer's
-  // zero_grad(). What can't be copied is for Collect() to say.
+  // zero_grad(). What can't be copied is for Check() to say.
   if (!HasView(entry) && entry.state.IsThatOf(entry.parameter) &&
       CheckGradient(entry.name, entry.parameter).ok()) {
     entry.view.copy_(entry.parameter.grad());
@@ -713,29 +716,38 @@ void GradientSync::Impl::OnAccumulated(size_t index) {
     // what is started here with another reduction.
     if (next_bucket_ == 0 && !CheckLastStep().ok()) return;
     ++current_.overlapped_buckets;
-    backward_error_.Update(Collect(buckets_[next_bucket_]));
+    backward_error_.Update(Check(buckets_[next_bucket_]));
     broken_ = StartNext(backward_error_.ok());
     if (!broken_.ok()) return;
   }
 }
 
-absl::Status GradientSync::Impl::Collect(Entry& entry) {
+absl::Status GradientSync::Impl::Check(const ReductionBucket& bucket) const {
+  for (const GradientSlice& slice : bucket.bucket().slices) {
+    LORA_RETURN_IF_ERROR(Check(entries_[slice.index]));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status GradientSync::Impl::Check(const Entry& entry) const {
   if (!entry.state.IsThatOf(entry.parameter)) {
     return absl::FailedPreconditionError(absl::StrCat(
         mesh_->RankString(), ": ", entry.name,
         " has changed its shape, dtype, device or requires_grad since the "
         "ranks compared it: call GradientSync::Replace on every rank"));
   }
-  if (HasView(entry)) {
-    if (entry.is_summed) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          mesh_->RankString(), ": the gradient of ", entry.name,
-          " is a sum over ranks already, and would be summed twice: call "
-          "ZeroGrad() before the next backward pass"));
-    }
-    return absl::OkStatus();
+  if (!HasView(entry)) return CheckGradient(entry.name, entry.parameter);
+  if (entry.is_summed) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        mesh_->RankString(), ": the gradient of ", entry.name,
+        " is a sum over ranks already, and would be summed twice: call "
+        "ZeroGrad() before the next backward pass"));
   }
-  LORA_RETURN_IF_ERROR(CheckGradient(entry.name, entry.parameter));
+  return absl::OkStatus();
+}
+
+void GradientSync::Impl::Collect(Entry& entry) {
+  if (HasView(entry)) return;
   without_view_.push_back(&entry);
   entry.is_ready = false;  // Nor divided.
   const at::Tensor& gradient = entry.parameter.grad();
@@ -746,26 +758,19 @@ absl::Status GradientSync::Impl::Collect(Entry& entry) {
     entry.view.zero_();
     current_.zero_filled.push_back(entry.name);
   }
-  return absl::OkStatus();
-}
-
-absl::Status GradientSync::Impl::Collect(ReductionBucket& bucket) {
-  bucket.WaitForStreams();
-  absl::Status status;
-  for (const GradientSlice& slice : bucket.bucket().slices) {
-    status.Update(Collect(entries_[slice.index]));
-  }
-  return status;
 }
 
 absl::Status GradientSync::Impl::StartNext(bool healthy) {
   const size_t index = next_bucket_++;
   ReductionBucket& bucket = buckets_[index];
   const bool divides_on_arrival = DividesOnArrival(bucket);
-  if (divides_on_arrival) {
-    for (const GradientSlice& slice : bucket.bucket().slices) {
-      Entry& entry = entries_[slice.index];
-      if (!entry.is_ready) entry.view.div_(bucket.divisor_before());
+  bucket.WaitForStreams();
+  for (const GradientSlice& slice : bucket.bucket().slices) {
+    Entry& entry = entries_[slice.index];
+    // Of an error all ranks learn, and none uses the values.
+    if (healthy) Collect(entry);
+    if (divides_on_arrival && !entry.is_ready) {
+      entry.view.div_(bucket.divisor_before());
     }
   }
   // Before the reduction of the bucket writes over them.
@@ -783,7 +788,7 @@ absl::Status GradientSync::Impl::StartRest(absl::Status& error) {
   // The ranks that reduce another bucket with this one have to learn of an
   // error in any.
   for (size_t i = next_bucket_; i < buckets_.size(); ++i) {
-    error.Update(Collect(buckets_[i]));
+    error.Update(Check(buckets_[i]));
   }
   while (next_bucket_ < buckets_.size()) {
     LORA_RETURN_IF_ERROR(StartNext(error.ok()));
@@ -989,13 +994,6 @@ GradientSync::NoSyncScope::~NoSyncScope() { --sync_.impl_->no_sync_depth(); }
 
 namespace {
 
-absl::Status CheckIsWritable(const DistributedParameter& parameter) {
-  const char* const problem = internal::WriteProblem(parameter.parameter);
-  if (problem == nullptr) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(parameter.name, " can't be written: it ", problem));
-}
-
 // Parameters that one collective broadcasts.
 struct BroadcastBuffer {
   std::string what;              // For errors.
@@ -1062,7 +1060,8 @@ absl::Status BroadcastParameters(
   for (const DistributedParameter& parameter : replicated) {
     local_check.Update(CheckLiesOn(mesh, parameter));
     local_check.Update(CheckIsWhole(parameter));
-    local_check.Update(CheckIsWritable(parameter));
+    local_check.Update(
+        internal::CheckCanWrite(parameter.name, parameter.parameter));
   }
   std::vector<BroadcastBuffer> buffers;
   if (local_check.ok()) {
