@@ -56,7 +56,7 @@ struct ProcessGroupOptions {
 // keys of their own, by restart_count, and by how often a rank has called this
 // in the attempt. On several hosts the agents may count differently: the ranks
 // then don't meet, kDeadlineExceeded; nor do they after a call that only some
-// ranks made.
+// ranks made. One that failed counts as well if it reached the store.
 //
 // Errors name the address and the rank. kUnavailable: no store at the address,
 // or rank 0 can't serve one there. kDeadlineExceeded or kUnavailable: not all
