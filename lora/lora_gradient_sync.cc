@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "ATen/core/Tensor.h"
 #include "absl/strings/str_cat.h"
 #include "config/internal/status_macros.h"
 #include "config/logging.h"
@@ -120,9 +121,37 @@ absl::Status ReplicateLoraParameters(torch::nn::Module& model,
     parameters.push_back(
         {std::move(item.name), std::move(item.parameter), layout});
   }
+  // What PiSSA and OLoRA took out of weights, and what they left. Each rank has
+  // decomposed them itself, and another kind of processor rounds otherwise.
+  std::vector<std::pair<at::Tensor, at::Tensor>> initial_factors;
+  std::vector<DistributedParameter> residual_weights;
+  for (const auto& [layer_name, layer] : layers) {
+    for (const std::string& adapter : layer->adapter_names()) {
+      const LoraAdapter initial = layer->InitialFactors(adapter);
+      if (!initial.lora_A.defined()) continue;
+      const at::Tensor weight = layer->state("weight");
+      residual_weights.push_back(
+          {absl::StrCat(layer_name, ".base_layer.weight"), weight, layout});
+      for (const auto& [name, factor] : {std::pair("lora_A", initial.lora_A),
+                                         std::pair("lora_B", initial.lora_B)}) {
+        // Where the mesh's group can reach it.
+        const at::Tensor copy = factor.to(weight.device());
+        parameters.push_back(
+            {absl::StrCat(layer_name, ".", name, " as it started"), copy,
+             layout});
+        initial_factors.emplace_back(factor, copy);
+      }
+    }
+  }
   // Joined by a rank without adapters too, so that the others learn of it.
   LORA_RETURN_IF_ERROR(
       distributed::BroadcastParameters(*layout.mesh, parameters));
+  for (const auto& [factor, copy] : initial_factors) factor.copy_(copy);
+  // One by one, as a copy of all could be more than there is room for.
+  for (const DistributedParameter& weight : residual_weights) {
+    LORA_RETURN_IF_ERROR(
+        distributed::BroadcastParameters(*layout.mesh, {weight}));
+  }
   if (trained.empty()) {
     return absl::InvalidArgumentError(
         "the model has no LoRA adapter: call EnableLoraTraining first");

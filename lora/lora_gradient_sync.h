@@ -32,10 +32,12 @@ namespace trainer_lora::lora {
 
 // Declares the adapter parameters of `model`, and the biases that are trained
 // with them, replicated over `mesh`, but for those whose layer is split over
-// ranks, and gives every rank the values of the mesh's rank 0. Collective:
-// every rank of the mesh calls it, after loading and before training. Errors,
-// after which the model is as it was, on every rank alike where the ranks
-// disagree:
+// ranks, and gives every rank the values of the mesh's rank 0; with them the
+// weights that PiSSA and OLoRA took a part out of, as ranks with different
+// processors decompose them differently. Collective: every rank of the mesh
+// calls it, after loading and before training. Errors, on every rank alike
+// where the ranks disagree, after which the model is as it was; but where a
+// peer is lost, some of these weights may have rank 0's values:
 //   kInvalidArgument     `mesh` is null, or the model has no adapter
 //   kFailedPrecondition  the ranks' adapters differ in name, shape or dtype, or
 //                        one has no values yet (all that differs is named)

@@ -184,6 +184,44 @@ TEST(ReplicateLoraParametersTest, EveryRankStartsWithTheValuesOfRankZero) {
   });
 }
 
+// As where the processors of ranks decompose a weight differently.
+TEST(ReplicateLoraParametersTest, WhatPissaTookOutIsThatOfRankZero) {
+  RunRanks(3, [](int rank, Group group) {
+    Model model;
+    for (auto& parameter : model.parameters()) {
+      const at::NoGradGuard no_grad;
+      parameter.copy_(at::arange(parameter.numel())
+                          .view(parameter.sizes())
+                          .to(at::kFloat)
+                          .sin());
+    }
+    const at::Tensor original = model.to_q->weight().detach().clone();
+    config::LoraConfig config;
+    config.enable = true;
+    config.rank = 2;
+    config.target_modules = {"to_q"};
+    config.initialization = config::AdapterInitialization::kPissa;
+    ASSERT_THAT(EnableLoraTraining(model, config), IsOk());
+    ReplicatedLinear& layer = model.to_q;
+    const at::Tensor tensors[] = {
+        layer->weight().detach(), layer->lora_A().detach(),
+        layer->lora_B().detach(), layer->InitialFactors().lora_A,
+        layer->InitialFactors().lora_B};
+    std::vector<at::Tensor> of_rank_zero;
+    for (const at::Tensor& tensor : tensors) {
+      of_rank_zero.push_back(tensor.clone());
+      tensor.mul_(1 + rank);
+    }
+    ASSERT_THAT(ReplicateLoraParameters(model, MeshOf(group)), IsOk());
+    for (size_t i = 0; i < of_rank_zero.size(); ++i) {
+      EXPECT_TRUE(at::equal(tensors[i], of_rank_zero[i])) << i;
+    }
+    EXPECT_TRUE(
+        at::allclose(layer->MergedWeightMatrix(), original, 1e-5, 1e-5));
+    EXPECT_FALSE(at::equal(layer->weight(), original));
+  });
+}
+
 TEST(ReplicateLoraParametersTest, RanksWithOtherAdaptersAreAnErrorOnEveryRank) {
   RunRanks(2, [](int rank, Group group) {
     const auto model = AdaptedModel(
