@@ -265,15 +265,15 @@ TEST_F(AdapterFileTest, AFailedSaveLeavesNothingBehind) {
   EXPECT_TRUE(FilesBeside(".").empty());
 }
 
-TEST_F(AdapterFileTest, AWriteThatFailsIsUnavailable) {
+TEST_F(AdapterFileTest, AFullDiskIsResourceExhausted) {
   const auto model = AdaptedModel();
   absl::Status status;
   {
     const FileSizeLimit disk_full(kCutBytes);
     status = SaveAdapter(*model, Path("adapter"));
   }
-  EXPECT_THAT(status,
-              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("writing")));
+  EXPECT_THAT(status, StatusIs(absl::StatusCode::kResourceExhausted,
+                               HasSubstr("writing")));
   EXPECT_TRUE(FilesBeside(".").empty());
 }
 

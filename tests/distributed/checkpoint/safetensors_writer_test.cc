@@ -3,7 +3,6 @@
 #include <sys/resource.h>
 
 #include <algorithm>
-#include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -19,6 +18,7 @@
 #include "distributed/checkpoint/safetensors_file.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/testutil/file_size_limit.h"
 #include "tests/testutil/runfiles.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/temporary_folder.h"
@@ -250,6 +250,14 @@ TEST_F(SafetensorsWriterTest, KeepsTheOldFileWhenItCannotOpenTheFolder) {
   EXPECT_THAT(folder_.Names(), ElementsAre("model.safetensors"));
 }
 
+// Not kInvalidArgument, as if a tensor could not be written.
+TEST_F(SafetensorsWriterTest, AnotherErrorOfTheFileSystemIsUnavailable) {
+  const std::string path = absl::StrCat(path_, std::string(300, 'x'));
+  EXPECT_THAT(WriteSafetensors(path, {}, {}),
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("replacing")));
+  EXPECT_THAT(folder_.Names(), IsEmpty());
+}
+
 TEST_F(SafetensorsWriterTest, RemovesItsFileWhenTheDiskIsFull) {
   LORA_ASSERT_OK_AND_ASSIGN(
       SafetensorsWriter writer,
@@ -257,18 +265,10 @@ TEST_F(SafetensorsWriterTest, RemovesItsFileWhenTheDiskIsFull) {
                                 {}));
   ASSERT_THAT(writer.Append(std::string(10'000, 'x')), IsOk());
   {
-    // Files can't grow: a full disk, for a test.
-    void (*handler)(int) = std::signal(SIGXFSZ, SIG_IGN);
-    rlimit before;
-    getrlimit(RLIMIT_FSIZE, &before);
-    rlimit limit = before;
-    limit.rlim_cur = 20'000;
-    setrlimit(RLIMIT_FSIZE, &limit);
+    const testutil::FileSizeLimit disk_full(20'000);
     EXPECT_THAT(
         writer.Append(std::string(50'000, 'x')),
         StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("writing")));
-    setrlimit(RLIMIT_FSIZE, &before);
-    std::signal(SIGXFSZ, handler);
   }
   EXPECT_THAT(folder_.Names(), IsEmpty());
   // Part of it may be written: it can't go on.
