@@ -147,8 +147,10 @@ struct TensorView {
 // but if the last step fails, flushing the folder, the new file is there, and a
 // loss of power may bring the old one back. kInvalidArgument if two tensors
 // have one name or share memory (the error names both), if a shape is negative,
-// too large or ends inside a byte, or if a name is not UTF-8. Tensors that are
-// not in memory all at once: distributed/checkpoint/safetensors_writer.h.
+// too large or ends inside a byte, or if a name is not UTF-8; of the file
+// system, kResourceExhausted if the disk, a quota or a limit of the process is
+// full, else kUnavailable. Tensors that are not in memory all at once:
+// distributed/checkpoint/safetensors_writer.h.
 absl::Status WriteSafetensors(
     const std::string& path, absl::Span<const TensorView> tensors,
     const std::map<std::string, std::string>& metadata);

@@ -642,9 +642,9 @@ TEST_F(SafetensorsFileTest, RefusesTensorsThatTheFormatCannotHold) {
 
 TEST_F(SafetensorsFileTest, NamesTheFolderThatIsNotThere) {
   const std::string path = Path("no_such_folder/t.safetensors");
-  EXPECT_THAT(
-      WriteSafetensors(path, {}, {}),
-      StatusIs(absl::StatusCode::kNotFound, HasSubstr(Path("no_such_folder"))));
+  EXPECT_THAT(WriteSafetensors(path, {}, {}),
+              StatusIs(absl::StatusCode::kUnavailable,
+                       HasSubstr(Path("no_such_folder"))));
 }
 
 TEST_F(SafetensorsFileTest, KeepsTheOldFileWholeWhenTheDiskIsFull) {
@@ -661,7 +661,7 @@ TEST_F(SafetensorsFileTest, KeepsTheOldFileWholeWhenTheDiskIsFull) {
     EXPECT_THAT(
         WriteSafetensors(
             path, {{"new", TensorDtype::kF32, {10'000}, large.data()}}, {}),
-        StatusIs(absl::StatusCode::kOutOfRange, HasSubstr("writing")));
+        StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("writing")));
   }
   EXPECT_EQ(ReadBytes(path), old_bytes);
   EXPECT_THAT(FilesInFolder(), ElementsAre("model.safetensors"));
@@ -709,9 +709,8 @@ TEST_F(SafetensorsFileTest, KeepsTheOldFileWholeWhenTheWriterIsKilled) {
 
 TEST_F(SafetensorsFileTest, LeavesNoTemporaryFileWhenTheTargetIsAFolder) {
   fs::create_directory(Path("taken"));
-  EXPECT_THAT(
-      WriteSafetensors(Path("taken"), {}, {}),
-      StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("replacing")));
+  EXPECT_THAT(WriteSafetensors(Path("taken"), {}, {}),
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("replacing")));
   EXPECT_THAT(FilesInFolder(), ElementsAre("taken"));
 }
 
