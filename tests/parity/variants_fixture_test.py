@@ -22,8 +22,8 @@ def test_fixture_is_reproduced(made, case):
     for key, tensor in made.items():
         if not key.startswith(f"{case}/"):
             continue
-        # What is computed may differ in its last bits from one machine to another.
-        bound = 1e-6 * tensor.abs().max().item()
+        # What is computed may differ in its last bits from one CPU to another, decompositions by the most.
+        bound = 1e-5 * tensor.abs().max().item()
         torch.testing.assert_close(COMMITTED[key], tensor, rtol=0, atol=bound, msg=lambda text: f"{key}: {text}")
 
 
